@@ -1,0 +1,103 @@
+"""What a user may choose about an engine, and what the scheduler works with after resolving it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rawpaged.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float32")
+LOAD_FORMATS = ("auto", "dummy")
+DEVICES = ("cpu",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The flags of `rawpaged serve` and of `LLM(...)`, under vLLM's names where they mean the same.
+
+    Raises ConfigError on construction for any value that no model could honour; limits that depend
+    on the model are checked when it is known (`rawpaged.engine.memory_plan`).
+    """
+
+    model: str
+    """Directory, GGUF file, hub id, or the built-in name `smollm2-135m`."""
+    tokenizer: str | None = None
+    """Directory or tokenizer.json to use instead of the checkpoint's own."""
+    chat_template: str | None = None
+    """Jinja text, or a file holding it, to use instead of the checkpoint's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    device: str = "cpu"
+    dtype: str = "auto"
+    """Type of weights and KV cache in memory; arithmetic is float32 on the CPU backend."""
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    """Longest request in tokens, prompt and output; None: what the model and the pool allow."""
+    block_size: int = 16
+    """Tokens a KV block holds."""
+    num_gpu_blocks_override: int | None = None
+    """Number of KV blocks (vLLM's name; it counts blocks of whichever device is used)."""
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 64
+    """Most requests in one step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step; longer prompts are prefilled in chunks."""
+    enable_prefix_caching: bool = True
+    max_logprobs: int = 20
+    num_threads: int | None = None
+    """CPU threads for kernels; None: the processors this process may use."""
+    seed: int = 0
+    """Seeds `load_format="dummy"` weights. Requests carry seeds of their own."""
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("device", self.device, DEVICES),
+            ("dtype", self.dtype, DTYPES),
+            ("load_format", self.load_format, LOAD_FORMATS),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+        for name in (
+            "max_model_len",
+            "block_size",
+            "num_gpu_blocks_override",
+            "kv_cache_memory_bytes",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+        if self.max_logprobs < 0:
+            raise ConfigError(f"max_logprobs={self.max_logprobs} must not be negative")
+        if not self.model:
+            raise ConfigError("model is empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits the scheduler works under, all resolved: `max_model_len` fits the pool."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks",
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_model_len > self.num_blocks * self.block_size:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} does not fit the KV pool of {self.num_blocks} "
+                f"blocks of {self.block_size} tokens; lower it or give the pool more memory"
+            )

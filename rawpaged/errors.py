@@ -1,0 +1,44 @@
+"""Every exception this package raises on purpose.
+
+RawpagedError
+├── ConfigError             a flag or constructor argument cannot be honoured
+├── CheckpointError         a model file is missing, damaged or of an unknown kind
+├── BackendError            the device asked for is not there or too small
+├── InvalidRequestError     one request is wrong: HTTP 400, names the field
+├── EngineClosedError       the engine is closed or shutting down: HTTP 503
+└── RequestFailedError      one request failed inside the engine: HTTP 500
+"""
+
+from __future__ import annotations
+
+
+class RawpagedError(Exception):
+    """Base of all errors raised on purpose; its text is meant for the user."""
+
+
+class ConfigError(RawpagedError, ValueError):
+    """A flag or constructor argument cannot be honoured; the text names it and the limit."""
+
+
+class CheckpointError(RawpagedError):
+    """A checkpoint cannot be used; the text names the file and, where there is one, the tensor."""
+
+
+class BackendError(RawpagedError):
+    """The device is missing, or has too little memory for what was asked."""
+
+
+class InvalidRequestError(RawpagedError, ValueError):
+    """One request is wrong. `param` names the offending field, or is None."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineClosedError(RawpagedError):
+    """The engine no longer takes requests."""
+
+
+class RequestFailedError(RawpagedError):
+    """The engine could not finish a request that had been accepted; others go on."""

@@ -1,0 +1,112 @@
+"""One request inside the engine: its tokens and the counters that scheduling works with."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+
+from rawpaged.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is; PREEMPTED waits like WAITING but has run before."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(str, enum.Enum):
+    """Why a request ended; the values are those of the OpenAI API, plus abort and error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Request:
+    """Tokens and progress of one sequence.
+
+    `token_ids` is prompt then output. KV of `token_ids[:num_computed_tokens]` is in the blocks
+    that the KV cache manager holds for it; the scheduler lets `num_computed_tokens` catch up with
+    `num_tokens`, and a sampled token extends the list.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "eos_token_ids",
+        "finish_reason",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request_id",
+        "sample_index",
+        "sampling_params",
+        "seed",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        max_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        sample_index: int = 0,
+        arrival_time: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.sampling_params = sampling_params
+        self.max_tokens = max_tokens
+        """Output tokens at most; already limited so that prompt and output fit max_model_len."""
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+        self.sample_index = sample_index
+        self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache when it was first scheduled."""
+        self.num_preemptions = 0
+        self.block_hashes: list[bytes] = []
+        """Chained digest of each full block of `token_ids`, extended as blocks fill."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Prompt logprobs need the logits of every prompt position, so nothing may be skipped."""
+        return self.sampling_params.prompt_logprobs is None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
