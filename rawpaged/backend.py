@@ -1,0 +1,224 @@
+"""The seam between the engine and a device: the ops and calls that `cpu/` and `gpu/` implement.
+
+Every op writes to its first argument, allocates nothing that outlives the step, and computes each
+output row from that row's inputs alone in one fixed order, so that a row's bits do not depend on
+the rest of the batch. Model code slices and reshapes arrays and calls ops; it does no arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Array(Protocol):
+    """Array on the device: a NumPy array on the CPU, a CuPy array on a GPU."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def reshape(self, shape: tuple[int, ...], /) -> Any: ...
+
+
+class LinearWeight(Protocol):
+    """A weight [out_features, in_features] and its bias in the device's own layout."""
+
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of one layer; the layout is the backend's (`cpu/kv_cache.py`)."""
+
+    keys: Any
+    values: Any
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMeta:
+    """One ragged batch on the host: requests r with tokens [query_start_loc[r], ...[r + 1])."""
+
+    token_ids: npt.NDArray[np.int32]  # i32[num_tokens]
+    positions: npt.NDArray[np.int32]  # i32[num_tokens]
+    slot_mapping: npt.NDArray[np.int64]  # i64[num_tokens], block_id * block_size + offset
+    query_start_loc: npt.NDArray[np.int32]  # i32[num_reqs + 1]
+    seq_lens: npt.NDArray[np.int32]  # i32[num_reqs], tokens of KV after the step
+    block_tables: npt.NDArray[np.int32]  # i32[num_reqs, max_blocks]
+    logits_rows: npt.NDArray[np.int32]  # i32[num_rows], token rows whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A batch's index arrays on the device, made once a step and used by every layer."""
+
+    token_ids: Any  # i32[num_tokens]
+    positions: Any  # i32[num_tokens]
+    slot_mapping: Any  # i64[num_tokens]
+    query_start_loc: Any  # i32[num_reqs + 1]
+    seq_lens: Any  # i32[num_reqs]
+    block_tables: Any  # i32[num_reqs, max_blocks]
+    logits_rows: Any  # i32[num_rows]
+    num_tokens: int
+    work: Any
+    """How the backend splits attention over its processors."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Sparse changes to logits before sampling, one entry a (row, token), each pair once.
+
+    logit += bias; then, for a token seen in prompt or output, the row's repetition penalty;
+    then the row's frequency penalty times `count` and its presence penalty if count > 0.
+    """
+
+    rows: npt.NDArray[np.int32]  # i32[n]
+    token_ids: npt.NDArray[np.int32]  # i32[n]
+    bias: npt.NDArray[np.float32]  # f32[n], -inf forbids the token
+    seen: npt.NDArray[np.bool_]  # bool[n]
+    counts: npt.NDArray[np.int32]  # i32[n], occurrences in the output
+    repetition_penalty: npt.NDArray[np.float32]  # f32[num_rows]
+    frequency_penalty: npt.NDArray[np.float32]  # f32[num_rows]
+    presence_penalty: npt.NDArray[np.float32]  # f32[num_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling parameters by row of logits."""
+
+    temperature: npt.NDArray[np.float32]  # f32[num_rows], 0: greedy
+    top_k: npt.NDArray[np.int32]  # i32[num_rows], 0: all
+    top_p: npt.NDArray[np.float32]  # f32[num_rows]
+    min_p: npt.NDArray[np.float32]  # f32[num_rows]
+    seeds: npt.NDArray[np.uint64]  # u64[num_rows], key of the counter-based generator
+    positions: npt.NDArray[np.uint32]  # u32[num_rows], position of the token drawn
+    sample_indices: npt.NDArray[np.uint32]  # u32[num_rows], which of a request's n samples
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobRows:
+    """Natural-log probabilities by row of logits, on the host."""
+
+    chosen: npt.NDArray[np.float32]  # f32[num_rows]
+    ranks: npt.NDArray[np.int32]  # i32[num_rows], 1 + number of strictly likelier tokens
+    top_token_ids: npt.NDArray[np.int32]  # i32[num_rows, k], likeliest first, ties by lower id
+    top_logprobs: npt.NDArray[np.float32]  # f32[num_rows, k]
+
+
+class Backend(Protocol):
+    """One device with its weights' type; all arrays passed to its ops are its own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str:
+        """Type of weights and KV cache: "bfloat16" or "float32"."""
+        ...
+
+    # Memory
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """Copy a vector or table to the device as float32 or, for integers, as it is."""
+        ...
+
+    def download(self, array: Any) -> npt.NDArray[Any]: ...
+    def pack_linear(
+        self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
+    ) -> LinearWeight:
+        """Lay out float weight [out_features, in_features] for `linear` and `embed`."""
+        ...
+
+    def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+        """Bytes of one block in one layer, padding included."""
+        ...
+
+    def new_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        """One layer's pool. Raises BackendError when the block size is not supported."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the device's memory."""
+        ...
+
+    def close(self) -> None:
+        """Stop the backend's threads and give back what it holds."""
+        ...
+
+    # Execution
+    def plan(self, meta: BatchMeta) -> AttentionPlan: ...
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        """A callable that repeats the ops that `forward` calls over the same arrays."""
+        ...
+
+    # Ops
+    def embed(self, out: Any, token_ids: Any, table: LinearWeight) -> None:
+        """out f32[n, hidden] = rows `token_ids` of the table."""
+        ...
+
+    def rms_norm(self, out: Any, x: Any, weight: Any, eps: float) -> None:
+        """Normalise the last axis of x, f32[n, d] or a view f32[n, heads, d]; out may be x."""
+        ...
+
+    def add_rms_norm(self, out: Any, x: Any, residual: Any, weight: Any, eps: float) -> None:
+        """residual += x, in place; out = rms_norm(residual)."""
+        ...
+
+    def linear(self, out: Any, x: Any, weight: LinearWeight) -> None:
+        """out f32[n, out_features] = x f32[n, in_features] @ weight.T + bias."""
+        ...
+
+    def rope(self, x: Any, positions: Any, cos_sin: Any) -> None:
+        """Rotate x f32[n, heads, head_dim] in place; cos_sin f32[max_len, head_dim], cos first."""
+        ...
+
+    def store_kv(self, cache: KVCache, keys: Any, values: Any, slot_mapping: Any) -> None:
+        """Write f32[n, num_kv_heads, head_dim] views to the slots."""
+        ...
+
+    def paged_attention(
+        self,
+        out: Any,
+        q: Any,
+        cache: KVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> None:
+        """Causal attention of q f32[n, num_heads, head_dim] over each request's blocks."""
+        ...
+
+    def silu_and_mul(self, out: Any, gate_up: Any) -> None:
+        """out f32[n, d] = silu(gate) * up, with gate_up f32[n, 2 * d] = [gate | up]."""
+        ...
+
+    def gather_rows(self, out: Any, x: Any, rows: Any) -> None:
+        """out f32[len(rows), d] = x[rows]."""
+        ...
+
+    def edit_logits(self, logits: Any, edits: LogitEdits) -> None:
+        """Apply the edits in place."""
+        ...
+
+    def sample(self, logits: Any, rows: SamplingRows) -> npt.NDArray[np.int32]:
+        """Draw one token id a row of logits f32[num_rows, vocab]; ids i32[num_rows] on the host."""
+        ...
+
+    def token_logprobs(
+        self, logits: Any, token_ids: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobRows:
+        """Log-probabilities of the given tokens and of the k likeliest, by row."""
+        ...

@@ -1,0 +1,35 @@
+"""What one step computes: the only thing the model runner learns from the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step.
+
+    The step computes KV for positions [start, start + len(token_ids)) of the request and, if
+    `samples`, one new token from the last of them.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    """num_computed_tokens before the step."""
+    block_table: tuple[int, ...]
+    """Block i holds positions [i * block_size, (i + 1) * block_size); covers the whole step."""
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step, in batch order; empty when nothing can run."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[str, ...]
+    """Requests that lost their blocks to make room."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.scheduled)
