@@ -38,6 +38,7 @@ class Request:
     __slots__ = (
         "arrival_time",
         "block_hashes",
+        "cache_keys",
         "eos_token_ids",
         "finish_reason",
         "max_tokens",
@@ -64,6 +65,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         sample_index: int = 0,
+        cache_keys: tuple[str, ...] = (),
         arrival_time: float | None = None,
     ) -> None:
         self.request_id = request_id
@@ -75,6 +77,9 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.seed = seed
         self.sample_index = sample_index
+        self.cache_keys = cache_keys
+        """What sets its KV apart besides tokens (cache salt, adapter): others with the same keys
+        share its blocks."""
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
