@@ -1,0 +1,1 @@
+"""The CPU backend: Numba kernels over NumPy arrays, float32 arithmetic."""

@@ -1,0 +1,21 @@
+"""SiLU of the gate times up."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rawpaged.cpu.compiling import kernel
+from rawpaged.cpu.floats import exp
+
+_ONE = np.float32(1.0)
+_MOST = np.float32(80.0)
+
+
+@kernel
+def silu_and_mul_rows(out, gate_up, start, stop):  # type: ignore[no-untyped-def]
+    """out[t] = gate / (1 + exp(-gate)) * up, with gate_up[t] = [gate | up]."""
+    size = out.shape[1]
+    for t in range(start, stop):
+        for i in range(size):
+            gate = gate_up[t, i]
+            out[t, i] = gate / (_ONE + exp(min(-gate, _MOST))) * gate_up[t, size + i]

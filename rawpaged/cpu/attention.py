@@ -1,0 +1,172 @@
+"""Paged attention over a ragged batch, with the exact maximum first and no rescaling.
+
+One task is a tile of queries of one request and one KV head; its rows are (token, query head of
+the group). Scores of all visible keys go to scratch, then each row's maximum, exponentials and
+sum, then the weighted values in the order of positions. Nothing that a row computes depends on
+the rest of its tile, so chunking and batching cannot change a bit: keys that a row may not see
+get weight 0, and adding 0 * v is exact for the finite values that the request itself wrote.
+Slots past the tile's last key are never read as values (their scores are computed and ignored).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from rawpaged.backend import BatchMeta
+from rawpaged.cpu.compiling import kernel
+from rawpaged.cpu.floats import exp
+from rawpaged.cpu.tiles import accumulate
+
+TILE_ROWS = 32
+"""Query rows of a task at most, unless one token has more query heads in a group."""
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """Tasks of one step, and their split into ranges of about equal cost, one a thread."""
+
+    tasks: npt.NDArray[np.int32]  # i32[num_tasks, 4]: request, kv head, first and last + 1 row
+    bounds: list[int]
+    max_seq_len: int
+
+
+def split_work(
+    meta: BatchMeta, num_heads: int, num_kv_heads: int, num_threads: int
+) -> AttentionWork:
+    """Cut each request's queries into tiles; cost is queries times keys seen."""
+    tile = max(1, TILE_ROWS // (num_heads // num_kv_heads))
+    rows = []
+    costs = []
+    for request, seq_len in enumerate(meta.seq_lens.tolist()):
+        begin, end = meta.query_start_loc[request : request + 2].tolist()
+        for first in range(begin, end, tile):
+            last = min(first + tile, end)
+            for head in range(num_kv_heads):
+                rows.append((request, head, first, last))
+                costs.append((last - first) * (seq_len - (end - last)) + 64)
+    cumulative = np.cumsum(costs)
+    shares = [cumulative[-1] * part / num_threads for part in range(1, num_threads)]
+    cuts = np.searchsorted(cumulative, shares).tolist()
+    bounds = sorted({0, *cuts, len(rows)})
+    return AttentionWork(np.array(rows, np.int32), bounds, int(meta.seq_lens.max()))
+
+
+@njit(nogil=True)
+def _softmax_weights(row, low, high):  # type: ignore[no-untyped-def]
+    """row[low:high] = exp(row - max), zeros elsewhere; returns the sum of row[low:high].
+
+    Sums run in eight chains by position, since a request's own origin never moves a position
+    across chains: origins are multiples of the block size.
+    """
+    most = row[low]
+    for i in range(low + 1, high):
+        most = max(most, row[i])
+    for i in range(low):
+        row[i] = _ZERO
+    for i in range(low, high):
+        row[i] = exp(row[i] - most)
+    for i in range(high, row.shape[0]):
+        row[i] = _ZERO
+    sums = np.zeros(8, np.float32)
+    whole = high - high % 8
+    for i in range(0, whole, 8):
+        for j in range(8):
+            sums[j] += row[i + j]
+    for i in range(whole, high):
+        sums[i - whole] += row[i]
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
+
+
+@kernel
+def attention_tasks(  # type: ignore[no-untyped-def]
+    out,  # f32[num_tokens, num_heads, head_dim]
+    q,  # f32[num_tokens, num_heads, head_dim]
+    cache_keys,
+    cache_values,
+    positions,  # i32[num_tokens]
+    block_tables,  # i32[num_reqs, max_blocks]
+    tasks,  # i32[num_tasks, 4]
+    max_seq_len,
+    scale,
+    window,  # last positions that a query sees, 0: all
+    start,
+    stop,
+):
+    """Run tasks [start, stop)."""
+    head_dim = q.shape[2]
+    group = q.shape[1] // cache_keys.shape[1]
+    block_size = cache_keys.shape[3]
+    width = cache_values.shape[3]
+    most_rows = max(TILE_ROWS, group)
+    padded = (max_seq_len + block_size - 1) // block_size * block_size
+    queries = np.empty((most_rows, head_dim), np.float32)
+    scores = np.empty((most_rows, padded), np.float32)
+    sums = np.empty(most_rows, np.float32)
+    weighted = np.empty((most_rows, width), np.float32)
+    for task in range(start, stop):
+        request, head, first, last = tasks[task]
+        rows = (last - first) * group
+        end = positions[last - 1] + 1
+        begin = max(0, positions[first] + 1 - window) if window > 0 else 0
+        table = block_tables[request]
+        first_block = begin // block_size
+        last_block = (end + block_size - 1) // block_size
+
+        for t in range(first, last):
+            for g in range(group):
+                for i in range(head_dim):
+                    queries[(t - first) * group + g, i] = q[t, head * group + g, i] * scale
+        # scores[row, position - origin] for positions in [origin, last_block * block_size)
+        origin = first_block * block_size
+        scores[:rows, : last_block * block_size - origin] = _ZERO
+        for block in range(first_block, last_block):
+            keys = cache_keys[table[block], head]
+            column = block * block_size - origin
+            accumulate(
+                cache_keys,
+                queries.ctypes.data,
+                queries.strides[0],
+                rows,
+                keys.ctypes.data,
+                keys.strides[0],
+                scores.ctypes.data + 4 * column,
+                scores.strides[0],
+                block_size,
+                head_dim,
+            )
+        for t in range(first, last):
+            low = max(0, positions[t] + 1 - window) if window > 0 else 0
+            for g in range(group):
+                row = (t - first) * group + g
+                sums[row] = _softmax_weights(
+                    scores[row, : end - origin], low - origin, positions[t] + 1 - origin
+                )
+        weighted[:rows] = _ZERO
+        for block in range(first_block, last_block):
+            values = cache_values[table[block], head]
+            column = block * block_size - origin
+            accumulate(
+                cache_values,
+                scores.ctypes.data + 4 * column,
+                scores.strides[0],
+                rows,
+                values.ctypes.data,
+                values.strides[0],
+                weighted.ctypes.data,
+                weighted.strides[0],
+                width,
+                min(block_size, end - block * block_size),
+            )
+        for t in range(first, last):
+            for g in range(group):
+                row = (t - first) * group + g
+                inverse = _ONE / sums[row]
+                for i in range(head_dim):
+                    out[t, head * group + g, i] = weighted[row, i] * inverse

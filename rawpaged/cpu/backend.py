@@ -1,0 +1,257 @@
+"""The CPU as a backend: checks shapes, splits rows over threads, calls the kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.backend import (
+    AttentionPlan,
+    BatchMeta,
+    KVCache,
+    LogitEdits,
+    SamplingRows,
+    TokenLogprobRows,
+)
+from rawpaged.cpu import kv_cache
+from rawpaged.cpu.activation import silu_and_mul_rows
+from rawpaged.cpu.attention import AttentionWork, attention_tasks, split_work
+from rawpaged.cpu.kv_cache import store_kv_rows
+from rawpaged.cpu.linear import PackedLinear, embed_rows, linear_panels, pack_linear
+from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
+from rawpaged.cpu.rope import rope_rows
+from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
+from rawpaged.cpu.threads import ThreadTeam
+
+Float32 = npt.NDArray[np.float32]
+
+_GRAIN = 16384
+"""Elements below which a share of a row-wise op is not worth a second thread."""
+
+
+class CpuBackend:
+    """Ops over NumPy arrays on the processors of one machine (see rawpaged.backend.Backend)."""
+
+    name = "cpu"
+
+    def __init__(self, *, dtype: str, num_threads: int | None = None) -> None:
+        self.dtype = dtype
+        self._team = ThreadTeam(num_threads)
+
+    @property
+    def num_threads(self) -> int:
+        return self._team.num_threads
+
+    # Memory
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        return np.empty(shape, dtype)
+
+    def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if array.dtype.kind in "iu":
+            return np.array(array)
+        return np.array(array, np.float32)
+
+    def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return array
+
+    def pack_linear(
+        self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
+    ) -> PackedLinear:
+        return pack_linear(weight, bias, self.dtype)
+
+    def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+        item = 2 if self.dtype == "bfloat16" else 4
+        return item * kv_cache.elements_per_block(num_kv_heads, head_dim, block_size)
+
+    def new_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        return kv_cache.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size, self.dtype)
+
+    def memory_info(self) -> tuple[int, int]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def close(self) -> None:
+        self._team.close()
+
+    # Execution
+
+    def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
+        work = split_work(meta, num_heads, num_kv_heads, self.num_threads)
+        return AttentionPlan(
+            token_ids=meta.token_ids,
+            positions=meta.positions,
+            slot_mapping=meta.slot_mapping,
+            query_start_loc=meta.query_start_loc,
+            seq_lens=meta.seq_lens,
+            block_tables=meta.block_tables,
+            logits_rows=meta.logits_rows,
+            num_tokens=len(meta.token_ids),
+            work=work,
+        )
+
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        return forward
+
+    # Ops
+
+    def embed(self, out: Float32, token_ids: npt.NDArray[np.int32], table: PackedLinear) -> None:
+        _check(out.shape == (len(token_ids), table.in_features), out=out, token_ids=token_ids)
+        self._rows(embed_rows, out, out, token_ids, table.panels)
+
+    def rms_norm(self, out: Float32, x: Float32, weight: Float32, eps: float) -> None:
+        _check(out.shape == x.shape and weight.shape == x.shape[-1:], out=out, x=x, weight=weight)
+        if x.ndim == 2:
+            out, x = out[:, None, :], x[:, None, :]
+        self._rows(rms_norm_rows, out, out, x, weight, eps)
+
+    def add_rms_norm(
+        self, out: Float32, x: Float32, residual: Float32, weight: Float32, eps: float
+    ) -> None:
+        _check(
+            out.shape == x.shape == residual.shape and weight.shape == x.shape[1:],
+            out=out,
+            x=x,
+            residual=residual,
+            weight=weight,
+        )
+        self._rows(add_rms_norm_rows, out, out, x, residual, weight, eps)
+
+    def linear(self, out: Float32, x: Float32, weight: PackedLinear) -> None:
+        _check(
+            x.shape[1] == weight.in_features and out.shape == (len(x), weight.out_features),
+            out=out,
+            x=x,
+            panels=weight.panels,
+        )
+        panels = weight.panels
+        self._team.run(linear_panels, len(panels), out, x, panels, weight.bias, grain=2)
+
+    def rope(self, x: Float32, positions: npt.NDArray[np.int32], cos_sin: Float32) -> None:
+        _check(
+            len(x) == len(positions) and x.shape[2] == cos_sin.shape[1], x=x, cos_sin=cos_sin
+        )
+        self._rows(rope_rows, x, x, positions, cos_sin)
+
+    def store_kv(
+        self, cache: KVCache, keys: Float32, values: Float32, slot_mapping: npt.NDArray[np.int64]
+    ) -> None:
+        _check(
+            keys.shape == values.shape == (len(slot_mapping), *cache.keys.shape[1:3]),
+            keys=keys,
+            values=values,
+            cache=cache.keys,
+        )
+        self._rows(store_kv_rows, keys, cache.keys, cache.values, keys, values, slot_mapping)
+
+    def paged_attention(
+        self,
+        out: Float32,
+        q: Float32,
+        cache: KVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> None:
+        _check(
+            out.shape == q.shape and q.shape[2] == cache.keys.shape[2],
+            out=out,
+            q=q,
+            cache=cache.keys,
+        )
+        work: AttentionWork = plan.work
+        self._team.run_ranges(
+            attention_tasks,
+            work.bounds,
+            out,
+            q,
+            cache.keys,
+            cache.values,
+            plan.positions,
+            plan.block_tables,
+            work.tasks,
+            work.max_seq_len,
+            np.float32(scale),
+            sliding_window or 0,
+        )
+
+    def silu_and_mul(self, out: Float32, gate_up: Float32) -> None:
+        _check(gate_up.shape == (len(out), 2 * out.shape[1]), out=out, gate_up=gate_up)
+        self._rows(silu_and_mul_rows, gate_up, out, gate_up)
+
+    def gather_rows(self, out: Float32, x: Float32, rows: npt.NDArray[np.int32]) -> None:
+        np.take(x, rows, axis=0, out=out, mode="clip")
+
+    def edit_logits(self, logits: Float32, edits: LogitEdits) -> None:
+        edit_logits_entries(
+            logits,
+            edits.rows,
+            edits.token_ids,
+            edits.bias,
+            edits.seen,
+            edits.counts,
+            edits.repetition_penalty,
+            edits.frequency_penalty,
+            edits.presence_penalty,
+        )
+
+    def sample(self, logits: Float32, rows: SamplingRows) -> npt.NDArray[np.int32]:
+        out = np.empty(len(logits), np.int32)
+        self._rows(
+            sample_rows,
+            logits,
+            out,
+            logits,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seeds,
+            rows.positions,
+            rows.sample_indices,
+        )
+        return out
+
+    def token_logprobs(
+        self, logits: Float32, token_ids: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobRows:
+        n = len(logits)
+        result = TokenLogprobRows(
+            chosen=np.empty(n, np.float32),
+            ranks=np.empty(n, np.int32),
+            top_token_ids=np.empty((n, k), np.int32),
+            top_logprobs=np.empty((n, k), np.float32),
+        )
+        self._rows(
+            logprob_rows,
+            logits,
+            result.chosen,
+            result.ranks,
+            result.top_token_ids,
+            result.top_logprobs,
+            logits,
+            token_ids,
+        )
+        return result
+
+    def _rows(self, kernel: Callable[..., None], sized: npt.NDArray[Any], *args: Any) -> None:
+        """Split the rows of a row-wise kernel; `sized` says how large the work is."""
+        count = len(sized)
+        if count == 0:
+            return
+        grain = max(1, _GRAIN * count // sized.size)
+        self._team.run(kernel, count, *args, grain=grain)
+
+
+def _check(condition: bool, **arrays: npt.NDArray[Any]) -> None:
+    """Static checks of an op: shapes that do not fit are a fault of the caller's code."""
+    if not condition:
+        shapes = ", ".join(f"{name}.shape={array.shape}" for name, array in arrays.items())
+        raise ValueError(f"shapes do not fit: {shapes}")

@@ -1,0 +1,68 @@
+"""Scalar helpers for njit code that LLVM turns into vector code: bfloat16 and exp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+_LOG2_E = np.float32(1.44269504)
+_LN2_HIGH = np.float32(0.693145752)
+_LN2_LOW = np.float32(1.42860677e-6)
+_LOWEST = np.float32(-87.0)
+_HALF = np.float32(0.5)
+_ONE = np.float32(1.0)
+# Minimax polynomial for (exp(r) - 1 - r) / r^2 on [-ln2/2, ln2/2] (Cephes expf).
+_C0 = np.float32(1.9875691500e-4)
+_C1 = np.float32(1.3981999507e-3)
+_C2 = np.float32(8.3334519073e-3)
+_C3 = np.float32(4.1665795894e-2)
+_C4 = np.float32(1.6666665459e-1)
+_C5 = np.float32(5.0000001201e-1)
+
+
+@njit(nogil=True, inline="always")
+def exp(x):  # type: ignore[no-untyped-def]
+    """e**x for float32 x <= 80, within 2 ulp above -87; about 1e-38 below."""
+    x = max(x, _LOWEST)
+    n = np.floor(x * _LOG2_E + _HALF)
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
+    p = p * (r * r) + r + _ONE
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
+    return p * power.view(np.float32)
+
+
+def as_float32(x: Any) -> Any:
+    """The value of a stored element: float32 as it is, bfloat16 held in uint16 widened."""
+    raise TypeError("as_float32 is for compiled code")
+
+
+@overload(as_float32, inline="always")
+def _as_float32(x):  # type: ignore[no-untyped-def]
+    if x == types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def stored_like(x: Any, array: Any) -> Any:
+    """float32 x as an element of `array`: itself, or bfloat16 rounded to nearest even."""
+    raise TypeError("stored_like is for compiled code")
+
+
+@overload(stored_like, inline="always")
+def _stored_like(x, array):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+
+        def to_bfloat16(x, array):  # type: ignore[no-untyped-def]
+            bits = np.float32(x).view(np.uint32)
+            if x != x:
+                return np.uint16(0x7FC0)
+            round_up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            return np.uint16((bits + round_up) >> np.uint32(16))
+
+        return to_bfloat16
+    return lambda x, array: x

@@ -1,0 +1,56 @@
+"""The paged KV cache of one layer and the writing of new keys and values.
+
+keys    [num_blocks, num_kv_heads, head_dim, block_size]    16 keys side by side for the scores
+values  [num_blocks, num_kv_heads, block_size, value_dim]   value_dim: head_dim rounded up to 16
+
+Elements are float32, or bfloat16 held in uint16. A block is what moves, is shared and is copied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rawpaged.backend import KVCache
+from rawpaged.cpu.compiling import kernel
+from rawpaged.cpu.floats import stored_like
+from rawpaged.cpu.microkernel import LANES
+from rawpaged.errors import BackendError
+
+
+def value_dim(head_dim: int) -> int:
+    """Columns of a value row in memory."""
+    return -(-head_dim // LANES) * LANES
+
+
+def elements_per_block(num_kv_heads: int, head_dim: int, block_size: int) -> int:
+    """Keys and values of one block in one layer, padding included."""
+    return num_kv_heads * block_size * (head_dim + value_dim(head_dim))
+
+
+def new_kv_cache(
+    num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str
+) -> KVCache:
+    """A zeroed pool; memory is taken from the system as blocks are first written."""
+    if block_size % LANES:
+        raise BackendError(
+            f"block_size={block_size} is not a multiple of {LANES}, as the CPU backend needs"
+        )
+    element = np.uint16 if dtype == "bfloat16" else np.float32
+    return KVCache(
+        keys=np.zeros((num_blocks, num_kv_heads, head_dim, block_size), element),
+        values=np.zeros((num_blocks, num_kv_heads, block_size, value_dim(head_dim)), element),
+        block_size=block_size,
+    )
+
+
+@kernel
+def store_kv_rows(cache_keys, cache_values, keys, values, slot_mapping, start, stop):  # type: ignore[no-untyped-def]
+    """Write rows [start, stop) of keys and values f32[n, kv_heads, head_dim] to their slots."""
+    block_size = cache_keys.shape[3]
+    for t in range(start, stop):
+        block = slot_mapping[t] // block_size
+        offset = slot_mapping[t] % block_size
+        for h in range(keys.shape[1]):
+            for i in range(keys.shape[2]):
+                cache_keys[block, h, i, offset] = stored_like(keys[t, h, i], cache_keys)
+                cache_values[block, h, offset, i] = stored_like(values[t, h, i], cache_values)
