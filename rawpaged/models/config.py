@@ -22,6 +22,9 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    freq_divisors: tuple[float, ...] | None = None
+    """f32[head_dim / 2]: the inverse frequencies that the fields above give are divided by these
+    (GGUF stores Llama 3 rope so)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

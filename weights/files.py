@@ -1,0 +1,63 @@
+"""Opening what a user named: regular files only, failures as CheckpointError."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.errors import CheckpointError
+
+MAX_JSON_BYTES = 100_000_000
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a regular file; anything else (a pipe would block for ever) is refused."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: is not a regular file")
+    return status.st_size
+
+
+def map_file(path: Path) -> npt.NDArray[np.uint8]:
+    """The whole file as a read-only mapping u8[size]; an empty file is refused."""
+    if file_size(path) == 0:
+        raise CheckpointError(f"{path}: is empty")
+    try:
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be mapped: {error}") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` that refuses a key given twice: readers differ in which one they keep."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} is given twice")
+            seen.add(key)
+    return values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file. Raises CheckpointError naming the file."""
+    if file_size(path) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path}: is larger than {MAX_JSON_BYTES} bytes")
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no JSON object")
+    return value

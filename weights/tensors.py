@@ -1,0 +1,40 @@
+"""What a checkpoint file offers to the loader, whatever its format: tensors under HF names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+
+class TensorSource(Protocol):
+    """Tensors by Hugging Face name. Look-ups of a name not in `names` raise KeyError."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str:
+        """The stored type in the words of its format, such as "BF16" or "Q4_1"."""
+        ...
+
+    def nbytes(self, name: str) -> int:
+        """Bytes in the file."""
+        ...
+
+    def file_of(self, name: str) -> Path: ...
+    def stored_name(self, name: str) -> str:
+        """The name under which the file knows the tensor, for messages."""
+        ...
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """float32, float16 or bfloat16 array of `shape(name)`; may be a read-only view of the file.
+
+        Raises CheckpointError for a stored type that is not supported.
+        """
+        ...
+
+    def is_supported(self, name: str) -> bool:
+        """Whether `read` can decode the stored type."""
+        ...
