@@ -1,0 +1,78 @@
+"""The aiohttp application: one engine behind the OpenAI API's routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from rawpaged.errors import ConfigError
+from rawpaged.server.admission import Admission
+from rawpaged.server.chat import create_chat_completion
+from rawpaged.server.completions import create_completion
+from rawpaged.server.context import CONTEXT, ServerContext
+from rawpaged.server.info import (
+    list_models,
+    show_health,
+    show_metrics,
+    show_model,
+    show_version,
+)
+from rawpaged.server.metrics import PrometheusStats
+from rawpaged.server.middleware import add_request_id, check_api_key, log_access, report_errors
+from rawpaged.server.tokenize import detokenize, tokenize
+
+if TYPE_CHECKING:
+    from rawpaged.engine.async_engine import AsyncEngine
+
+MAX_BODY_BYTES = 8 * 2**20
+
+
+def create_app(
+    engine: AsyncEngine,
+    *,
+    served_model_names: Sequence[str],
+    stats: PrometheusStats,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> web.Application:
+    """An application that serves `engine` under every one of the names.
+
+    `stats` is the engine's logger, shown at /metrics. The engine stays the caller's to close. Run
+    it with `run_server`, or with a runner made with `handler_cancellation=True`, without which
+    requests of clients that went away run to their end. Raises ConfigError.
+    """
+    if not served_model_names or not all(served_model_names):
+        raise ConfigError("a served model needs a name")
+    if api_key is not None and not (api_key and api_key.isascii() and api_key.strip() == api_key):
+        raise ConfigError("the API key must be ASCII, not empty and without blanks around it")
+    app = web.Application(
+        middlewares=[log_access, report_errors, check_api_key], client_max_size=max_body_bytes
+    )
+    app[CONTEXT] = ServerContext(
+        engine=engine,
+        admission=Admission(engine),
+        served_model_names=tuple(served_model_names),
+        stats=stats,
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        created=int(time.time()),
+    )
+    app.on_response_prepare.append(add_request_id)
+    app.add_routes(
+        [
+            web.post("/v1/completions", create_completion),
+            web.post("/v1/chat/completions", create_chat_completion),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.get("/v1/models", list_models),
+            # Names such as `org/model` hold slashes.
+            web.get("/v1/models/{name:.+}", show_model),
+            web.get("/health", show_health),
+            web.get("/version", show_version),
+            web.get("/metrics", show_metrics),
+        ]
+    )
+    return app

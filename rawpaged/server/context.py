@@ -1,0 +1,61 @@
+"""What the handlers of one application share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from rawpaged.errors import InvalidRequestError
+from rawpaged.server.admission import Admission
+from rawpaged.server.errors import HttpError
+from rawpaged.server.metrics import PrometheusStats
+
+if TYPE_CHECKING:
+    from rawpaged.engine.async_engine import AsyncEngine
+    from rawpaged.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerContext:
+    """One engine and how it is offered."""
+
+    engine: AsyncEngine
+    admission: Admission
+    served_model_names: tuple[str, ...]
+    stats: PrometheusStats
+    api_key: str | None
+    max_body_bytes: int
+    created: int
+    """Unix time of the start, shown as the models' age."""
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under: as asked for, or the first served one.
+
+        Raises HttpError 404 for a model that is not served.
+        """
+        if name is None:
+            return self.served_model_names[0]
+        if name not in self.served_model_names:
+            raise HttpError(
+                404,
+                f"the model {name[:200]!r} does not exist; this server has "
+                f"{', '.join(map(repr, self.served_model_names))}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def require_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer; without one the field `param` cannot be honoured."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "this model was loaded without a tokenizer: it takes prompts of token ids only",
+                param,
+            )
+        return tokenizer
+
+
+CONTEXT = web.AppKey("context", ServerContext)

@@ -1,0 +1,65 @@
+"""What completions and chat share on the way from a parsed body to the engine's outputs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+
+from aiohttp import web
+
+from rawpaged.errors import InvalidRequestError
+from rawpaged.outputs import RequestOutput
+from rawpaged.sampling_params import SamplingParams
+from rawpaged.server.admission import merge
+from rawpaged.server.context import ServerContext
+from rawpaged.server.middleware import REQUEST_ID, REQUEST_ID_PATTERN, USER
+from rawpaged.server.protocol import GenerationRequest
+
+MAX_USER_LENGTH = 512
+
+
+def name_request(request: web.Request, prefix: str, body: GenerationRequest) -> str:
+    """The response's id; takes over `request_id` and `user` of the body for header and log.
+
+    Raises InvalidRequestError for labels that no log line should hold.
+    """
+    if body.request_id is not None:
+        if not REQUEST_ID_PATTERN.fullmatch(body.request_id):
+            raise InvalidRequestError(
+                "request_id must be 1 to 128 letters, digits and characters of `._:-`",
+                "request_id",
+            )
+        request[REQUEST_ID] = body.request_id
+    if body.user is not None:
+        if len(body.user) > MAX_USER_LENGTH:
+            raise InvalidRequestError(
+                f"user has {len(body.user)} characters, the limit is {MAX_USER_LENGTH}", "user"
+            )
+        request[USER] = body.user
+    request_id: str = request[REQUEST_ID]
+    return f"{prefix}-{request_id}"
+
+
+def validate_all(
+    context: ServerContext, prompts: Sequence[list[int]], params: SamplingParams
+) -> None:
+    """Raises InvalidRequestError for what the engine would refuse, before anything runs."""
+    for token_ids in prompts:
+        context.engine.validate(token_ids, params)
+
+
+def generate_all(
+    context: ServerContext, prompts: Sequence[list[int]], params: SamplingParams, request_id: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of every prompt as they come, each with its prompt's index.
+
+    The engine's ids get a random part: a client may send the same id twice at a time, and neither
+    may end the other.
+    """
+    unique_id = f"{request_id}-{secrets.token_hex(6)}"
+    return merge(
+        [
+            context.admission.generate(token_ids, params, f"{unique_id}-{index}")
+            for index, token_ids in enumerate(prompts)
+        ]
+    )

@@ -1,0 +1,73 @@
+"""The routes that only tell: models, health, version, metrics."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+import rawpaged
+from rawpaged.server import metrics
+from rawpaged.server.body import json_response
+from rawpaged.server.context import CONTEXT, ServerContext
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "rawpaged"
+    root: str
+    """What the engine loaded: a directory, a file or a hub id."""
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class Health(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+async def list_models(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    names = context.served_model_names
+    return json_response(ModelList(data=[_model_card(context, name) for name in names]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    name = context.check_model(request.match_info["name"])
+    return json_response(_model_card(context, name))
+
+
+async def show_health(request: web.Request) -> web.Response:
+    """200 while new work is taken; 503 once the engine died or the server shuts down."""
+    if request.app[CONTEXT].admission.is_open:
+        return json_response(Health("ok"))
+    return json_response(Health("unavailable"), status=503)
+
+
+async def show_version(request: web.Request) -> web.Response:
+    return json_response(Version(rawpaged.__version__))
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    return web.Response(
+        body=request.app[CONTEXT].stats.render(), headers={"Content-Type": metrics.CONTENT_TYPE}
+    )
+
+
+def _model_card(context: ServerContext, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=context.created,
+        root=context.engine.config.model,
+        max_model_len=context.engine.max_model_len,
+    )

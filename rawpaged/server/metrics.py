@@ -1,0 +1,139 @@
+"""Engine statistics as Prometheus metrics, under `rawpaged:` names and under vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from rawpaged.engine.stats import RequestStats, StepStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PREFIX = "rawpaged:"
+VLLM_PREFIX = "vllm:"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2, 5))
+TOKENS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
+
+GAUGES = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests waiting to be scheduled.",
+    "kv_cache_usage_perc": "Share of the KV blocks held by requests, from 0 to 1.",
+    "kv_blocks": "KV blocks of the pool.",
+    "kv_blocks_used": "KV blocks held by at least one request.",
+    "kv_blocks_cached": "KV blocks held by none and kept for prefix hits.",
+    "kv_blocks_free": "KV blocks that hold nothing.",
+}
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens computed.",
+    "generation_tokens": "Tokens generated.",
+    "num_preemptions": "Requests preempted.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+}
+REQUEST_SUCCESS = ("request_success", "Requests ended, by reason.")
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Arrival to first token.", SECONDS),
+    "inter_token_latency_seconds": ("Time between two tokens of a request.", SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time of a request's later tokens.", SECONDS),
+    "e2e_request_latency_seconds": ("Arrival to end.", SECONDS),
+    "request_queue_time_seconds": ("Arrival to first scheduled.", SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request.", TOKENS),
+}
+
+
+class PrometheusStats:
+    """A StatsLogger with a registry of its own.
+
+    Values are kept once; the second set of names is made when they are read, so that a step costs
+    the engine's thread a dozen additions.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        own = CollectorRegistry()
+        label = {"model_name": model_name}
+        self._gauges = {
+            name: Gauge(PREFIX + name, text, label, registry=own).labels(**label)
+            for name, text in GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, text, label, registry=own).labels(**label)
+            for name, text in COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, label, buckets=buckets, registry=own).labels(
+                **label
+            )
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        name, text = REQUEST_SUCCESS
+        ended = Counter(PREFIX + name, text, ("model_name", "finished_reason"), registry=own)
+        self._ended = {reason: ended.labels(model_name, reason) for reason in FINISH_REASONS}
+        self.registry = CollectorRegistry()
+        self.registry.register(_BothNames(own))
+
+    def record_step(self, stats: StepStats) -> None:
+        gauges = self._gauges
+        gauges["num_requests_running"].set(stats.num_running)
+        gauges["num_requests_waiting"].set(stats.num_waiting)
+        gauges["kv_cache_usage_perc"].set(stats.num_used_blocks / stats.num_blocks)
+        gauges["kv_blocks"].set(stats.num_blocks)
+        gauges["kv_blocks_used"].set(stats.num_used_blocks)
+        gauges["kv_blocks_cached"].set(stats.num_cached_blocks)
+        gauges["kv_blocks_free"].set(
+            stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
+        )
+        counters = self._counters
+        counters["prompt_tokens"].inc(stats.num_prompt_tokens)
+        counters["generation_tokens"].inc(stats.num_generation_tokens)
+        counters["num_preemptions"].inc(stats.num_preemptions)
+        counters["prefix_cache_queries"].inc(stats.prefix_cache_queries)
+        counters["prefix_cache_hits"].inc(stats.prefix_cache_hits)
+
+    def record_first_token(self, seconds: float) -> None:
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
+
+    def record_inter_token_latency(self, seconds: float) -> None:
+        self._histograms["inter_token_latency_seconds"].observe(seconds)
+
+    def record_request(self, stats: RequestStats) -> None:
+        self._ended[stats.finish_reason].inc()
+        for name, value in (
+            ("request_queue_time_seconds", stats.queue_seconds),
+            ("request_time_per_output_token_seconds", stats.time_per_output_token_seconds),
+            ("e2e_request_latency_seconds", stats.e2e_seconds),
+            ("request_prompt_tokens", stats.num_prompt_tokens),
+            ("request_generation_tokens", stats.num_generation_tokens),
+        ):
+            if value is not None:
+                self._histograms[name].observe(value)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes, of the type CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class _BothNames(Collector):
+    """Each metric of a registry under `rawpaged:` and again under `vllm:`."""
+
+    def __init__(self, own: CollectorRegistry) -> None:
+        self._own = own
+
+    def collect(self) -> Iterable[Metric]:
+        metrics = list(self._own.collect())
+        for prefix in (PREFIX, VLLM_PREFIX):
+            for metric in metrics:
+                renamed = Metric(
+                    prefix + metric.name.removeprefix(PREFIX), metric.documentation, metric.type
+                )
+                for sample in metric.samples:
+                    # The client library's start times, three series a metric, say nothing here.
+                    if not sample.name.endswith("_created"):
+                        name = prefix + sample.name.removeprefix(PREFIX)
+                        renamed.add_sample(name, sample.labels, sample.value)
+                yield renamed

@@ -1,0 +1,85 @@
+"""What surrounds every handler: request ids, the access log, errors as JSON, the API key."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from rawpaged.server.context import CONTEXT
+from rawpaged.server.errors import HttpError, to_http_error
+
+access_logger = logging.getLogger("rawpaged.server.access")
+
+REQUEST_ID = "request_id"
+USER = "user"
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+OPEN_PATHS = ("/health", "/metrics")
+CLIENT_CLOSED_REQUEST = 499
+
+
+@web.middleware
+async def log_access(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """One line for each request when it has ended; 499 when the client went away first."""
+    sent_id = request.headers.get("X-Request-Id", "")
+    request[REQUEST_ID] = sent_id if REQUEST_ID_PATTERN.fullmatch(sent_id) else uuid.uuid4().hex
+    started = time.monotonic()
+    status = CLIENT_CLOSED_REQUEST
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        # The raw path is percent-encoded, so a client cannot forge log lines with it.
+        access_logger.info(
+            "%s %s %d %.3f s id=%s%s",
+            request.method,
+            request.rel_url.raw_path,
+            status,
+            time.monotonic() - started,
+            request[REQUEST_ID],
+            f" user={request[USER]!r}" if USER in request else "",
+        )
+
+
+@web.middleware
+async def report_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every exception becomes an OpenAI error object, but for a connection that broke."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[CONTEXT].max_body_bytes
+        return HttpError(413, f"the body is larger than {limit} bytes").response()
+    except Exception as error:
+        return to_http_error(error).response()
+
+
+@web.middleware
+async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """With an API key set, only health and metrics are open without it."""
+    api_key = request.app[CONTEXT].api_key
+    if api_key is not None and request.path not in OPEN_PATHS:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        # Header bytes that are not UTF-8 come as surrogates.
+        sent = token.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent, api_key.encode()):
+            raise HttpError(
+                401,
+                "missing or wrong API key: send the header `Authorization: Bearer <key>`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+    return await handler(request)
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: name the request in the response's headers, streams included."""
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]

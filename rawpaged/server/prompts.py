@@ -1,0 +1,122 @@
+"""From what a client sends as prompt or messages to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from rawpaged.errors import InvalidRequestError
+from rawpaged.server.context import ServerContext
+from rawpaged.server.protocol import MAX_CHOICES, ChatMessage, PromptField
+
+INLINE_CHARACTERS = 4096
+"""Text up to this long is tokenized at once; longer text goes to a thread, so that streams of
+other clients go on meanwhile."""
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    (
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+    )
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None
+    """None when it came as token ids."""
+
+
+def split_prompts(prompt: PromptField) -> list[str | list[int]]:
+    """The prompts of a completion request; raises InvalidRequestError unless all are of one kind.
+
+    A list of integers is one prompt; a list of strings or of lists is a batch.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError("prompt is empty", "prompt")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise InvalidRequestError(
+            "prompt mixes kinds: it must be a string, a list of strings, a list of token ids or a "
+            "list of lists of token ids",
+            "prompt",
+        )
+    if kinds == {int}:
+        return [cast("list[int]", prompt)]
+    if len(prompt) > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"prompt holds {len(prompt)} prompts, the limit is {MAX_CHOICES}", "prompt"
+        )
+    return cast("list[str | list[int]]", prompt)
+
+
+async def encode_prompts(
+    context: ServerContext, prompts: Sequence[str | list[int]], *, add_special_tokens: bool
+) -> list[Prompt]:
+    """Token ids of every prompt; lengths and ids are not checked yet."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if not texts:
+        return [Prompt(list(cast("list[int]", prompt)), None) for prompt in prompts]
+    tokenizer = context.require_tokenizer("prompt")
+
+    def encode_all() -> list[Prompt]:
+        return [
+            Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
+            for text in texts
+        ]
+
+    return await _run(encode_all, sum(map(len, texts)))
+
+
+async def encode_chat(
+    context: ServerContext,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    chat_template_kwargs: dict[str, Any] | None,
+) -> list[int]:
+    """Token ids of a rendered conversation; raises InvalidRequestError for one with no messages."""
+    tokenizer = context.require_tokenizer("messages")
+    if not messages:
+        raise InvalidRequestError("messages is empty", "messages")
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message excludes add_generation_prompt", "continue_final_message"
+        )
+    if reserved := RESERVED_TEMPLATE_NAMES.intersection(chat_template_kwargs or ()):
+        raise InvalidRequestError(
+            f"chat_template_kwargs must not set {', '.join(sorted(reserved))}",
+            "chat_template_kwargs",
+        )
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    turns = [message.for_template() for message in messages]
+
+    def encode() -> list[int]:
+        return tokenizer.encode_chat(
+            turns,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    return await _run(encode, sum(len(turn["content"]) for turn in turns))
+
+
+async def _run(function: Callable[[], T], num_characters: int) -> T:
+    if num_characters <= INLINE_CHARACTERS:
+        return function()
+    return await asyncio.to_thread(function)

@@ -1,0 +1,136 @@
+"""Listening, signals and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from aiohttp import web
+
+from rawpaged.errors import ConfigError
+from rawpaged.server.context import CONTEXT
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+"""Benchmarks open a thousand connections at once."""
+ABORT_GRACE_SECONDS = 5.0
+"""For writing the last output of aborted requests to their clients."""
+
+
+def run_server(
+    app: web.Application,
+    *,
+    host: str,
+    port: int,
+    on_ready: Callable[[str], None],
+    shutdown_timeout: float = 30.0,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then end in order and return.
+
+    `on_ready` gets the base URL, with the real port when `port` is 0, once connections are
+    accepted. From the first signal on new work is refused and what runs may go on for
+    `shutdown_timeout` seconds or until a second signal; then it is aborted. To be called from the
+    main thread; signal handlers are those of before when this returns. Raises ConfigError when the
+    address cannot be used.
+    """
+    handled = (signal.SIGINT, signal.SIGTERM)
+    former = {number: signal.getsignal(number) for number in handled}
+    try:
+        asyncio.run(_run_with_signals(app, host, port, on_ready, shutdown_timeout, handled))
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+async def serve_forever(
+    app: web.Application,
+    *,
+    host: str,
+    port: int,
+    on_ready: Callable[[str], None],
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    shutdown_timeout: float,
+) -> None:
+    """`run_server` without signals: `stop` stands for the first one, `hurry` for the second."""
+    runner = web.AppRunner(
+        app,
+        # Bodies with a content encoding are refused, so nothing needs unpacking.
+        auto_decompress=False,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason or error}") from error
+        on_ready(_base_url(runner))
+        await stop.wait()
+        await _drain(app, hurry, shutdown_timeout)
+    finally:
+        await runner.cleanup()
+
+
+async def _run_with_signals(
+    app: web.Application,
+    host: str,
+    port: int,
+    on_ready: Callable[[str], None],
+    shutdown_timeout: float,
+    handled: tuple[signal.Signals, ...],
+) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in handled:
+        loop.add_signal_handler(number, on_signal)
+    await serve_forever(
+        app,
+        host=host,
+        port=port,
+        on_ready=on_ready,
+        stop=stop,
+        hurry=hurry,
+        shutdown_timeout=shutdown_timeout,
+    )
+
+
+async def _drain(app: web.Application, hurry: asyncio.Event, timeout: float) -> None:
+    """Let requests end for `timeout` seconds or until `hurry`, then abort what is left.
+
+    The socket stays open meanwhile: new work is told that the server goes away.
+    """
+    admission = app[CONTEXT].admission
+    admission.start_draining()
+    if admission.num_jobs:
+        logger.info("shutting down: %d requests may run %g s more", admission.num_jobs, timeout)
+    await _wait_for_any([admission.idle, hurry], timeout)
+    if admission.num_jobs:
+        logger.warning("shutting down: aborting %d requests", admission.num_jobs)
+        await admission.abort_all()
+        await _wait_for_any([admission.idle], ABORT_GRACE_SECONDS)
+
+
+async def _wait_for_any(events: list[asyncio.Event], timeout: float) -> None:
+    """Until one event is set or the time is over."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+def _base_url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
