@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,19 @@ from rawpaged.errors import CheckpointError
 MAX_JSON_BYTES = 100_000_000
 
 
+@contextmanager
+def os_errors_as_checkpoint_errors(name: str) -> Iterator[None]:
+    """Denied permissions, failing disks and the like, below the file or directory `name`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be read: {error}") from error
+
+
 def file_size(path: Path) -> int:
     """Bytes of a regular file; anything else (a pipe would block for ever) is refused."""
-    try:
+    with os_errors_as_checkpoint_errors(str(path)):
         status = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: is not a regular file")
     return status.st_size
@@ -30,10 +39,8 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
     """The whole file as a read-only mapping u8[size]; an empty file is refused."""
     if file_size(path) == 0:
         raise CheckpointError(f"{path}: is empty")
-    try:
+    with os_errors_as_checkpoint_errors(str(path)):
         return np.memmap(path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be mapped: {error}") from None
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -52,12 +59,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file. Raises CheckpointError naming the file."""
     if file_size(path) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: is larger than {MAX_JSON_BYTES} bytes")
+    with os_errors_as_checkpoint_errors(str(path)):
+        raw = path.read_bytes()
     try:
-        value = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_keys)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no JSON object")
     return value

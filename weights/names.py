@@ -69,9 +69,9 @@ def validate_tensors(config: ModelConfig, tensors: TensorSource, where: str) -> 
     """
     expected = expected_shapes(config)
     present = set(tensors.names)
-    missing = [name for name in expected if name not in present]
+    missing = [tensors.stored_name(name) for name in expected if name not in present]
     if missing:
-        raise CheckpointError(f"{where}: {len(missing)} tensors are missing: {_listed(missing)}")
+        raise CheckpointError(f"{where}: tensors are missing: {_listed(missing)}")
     faults = []
     for name, shape in expected.items():
         file, stored = tensors.file_of(name), tensors.stored_name(name)

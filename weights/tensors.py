@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class TensorSource(Protocol):
-    """Tensors by Hugging Face name. Look-ups of a name not in `names` raise KeyError."""
+    """Tensors by Hugging Face name. Looking up a name not in `names` raises KeyError."""
 
     @property
     def names(self) -> Collection[str]: ...
@@ -25,7 +25,7 @@ class TensorSource(Protocol):
 
     def file_of(self, name: str) -> Path: ...
     def stored_name(self, name: str) -> str:
-        """The name under which the file knows the tensor, for messages."""
+        """The name under which the file has, or would have, the tensor."""
         ...
 
     def read(self, name: str) -> npt.NDArray[Any]:
