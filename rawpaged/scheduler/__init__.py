@@ -1,0 +1,1 @@
+"""Which requests run, with which blocks. Plain Python integers only."""

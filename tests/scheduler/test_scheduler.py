@@ -1,0 +1,339 @@
+"""Steps of small schedules, to the letter; blocks hold 4 tokens unless a test says otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from rawpaged.errors import InvalidRequestError
+from rawpaged.request import FinishReason, RequestStatus
+from rawpaged.scheduler.output import SchedulerOutput
+from rawpaged.scheduler.scheduler import Scheduler
+from tests.scheduler.harness import (
+    EOS,
+    Runner,
+    make_config,
+    make_request,
+    next_token,
+    shares,
+    solo_run,
+)
+
+
+def sampling(output: SchedulerOutput) -> list[str]:
+    return [scheduled.request_id for scheduled in output.scheduled if scheduled.samples]
+
+
+def test_nothing_to_do() -> None:
+    scheduler = Scheduler(make_config())
+    assert scheduler.schedule() == SchedulerOutput((), ())
+    assert scheduler.update(SchedulerOutput((), ()), {}) == []
+    assert not scheduler.has_unfinished()
+
+
+def test_prefill_and_decode_share_a_step() -> None:
+    runner = Runner(make_config())
+    a = runner.add(make_request("A", [0, 1, 2, 3, 4], max_tokens=3))
+    output, _ = runner.step()
+    assert shares(output) == [("A", 0, 5)]
+    assert output.scheduled[0].block_table == (0, 1)
+    runner.add(make_request("B", [4, 3, 2], max_tokens=1))
+    output, finished = runner.step()
+    assert shares(output) == [("A", 5, 1), ("B", 0, 3)]
+    assert output.scheduled[0].token_ids == (a.token_ids[5],)
+    assert sampling(output) == ["A", "B"]
+    assert finished == ["B"]
+    output, finished = runner.step()
+    assert (shares(output), finished) == ([("A", 6, 1)], ["A"])
+    assert a.output_token_ids == solo_run(a)[0]
+    # The last token was sampled but never computed: nobody needs its KV.
+    assert (a.num_tokens, a.num_computed_tokens) == (8, 7)
+
+
+def test_chunked_prefill() -> None:
+    runner = Runner(make_config(max_num_batched_tokens=6))
+    runner.add(make_request("A", [1] * 4, max_tokens=4))
+    runner.add(make_request("B", [2] * 9, max_tokens=2))
+    steps = [runner.step()[0] for _ in range(4)]
+    assert [shares(output) for output in steps] == [
+        [("A", 0, 4), ("B", 0, 2)],
+        [("A", 4, 1), ("B", 2, 5)],
+        [("A", 5, 1), ("B", 7, 2)],
+        [("A", 6, 1), ("B", 9, 1)],
+    ]
+    assert [sampling(output) for output in steps] == [["A"], ["A"], ["A", "B"], ["A", "B"]]
+    assert not runner.scheduler.has_unfinished()
+
+
+def test_budget_is_spent_in_order_of_arrival() -> None:
+    runner = Runner(make_config(max_num_batched_tokens=2))
+    for name in "ABC":
+        runner.add(make_request(name, [1], max_tokens=3))
+    steps = [shares(runner.step()[0]) for _ in range(4)]
+    assert [[name for name, _, _ in step] for step in steps] == [["A", "B"]] * 3 + [["C"]]
+
+
+def test_max_num_seqs_limits_running_requests() -> None:
+    runner = Runner(make_config(max_num_seqs=2))
+    for name, max_tokens in (("A", 2), ("B", 1), ("C", 1)):
+        runner.add(make_request(name, [1], max_tokens))
+    output, finished = runner.step()
+    assert (shares(output), finished) == ([("A", 0, 1), ("B", 0, 1)], ["B"])
+    assert (runner.scheduler.num_running, runner.scheduler.num_waiting) == (1, 1)
+    output, _ = runner.step()
+    assert shares(output) == [("A", 1, 1), ("C", 0, 1)]
+
+
+def test_prefix_hit_skips_tokens_and_is_counted_once() -> None:
+    runner = Runner(make_config())
+    prompt = [0, 1, 2, 3, 4, 0, 1, 2]
+    runner.add(make_request("A", prompt, max_tokens=1))
+    runner.step()
+    b = runner.add(make_request("B", [*prompt, 3], max_tokens=1))
+    output, _ = runner.step()
+    assert shares(output) == [("B", 8, 1)]
+    assert output.scheduled[0].block_table[:2] == (0, 1)
+    assert b.num_cached_tokens == 8
+    scheduler = runner.scheduler
+    assert (scheduler.prefix_cache_queries, scheduler.prefix_cache_hits) == (8 + 9, 8)
+    assert (scheduler.num_prompt_tokens, scheduler.num_generation_tokens) == (8 + 1, 2)
+
+
+def test_a_full_hit_recomputes_the_last_block_only() -> None:
+    runner = Runner(make_config())
+    prompt = [0, 1, 2, 3, 4, 0, 1, 2]
+    runner.add(make_request("A", prompt, max_tokens=1))
+    runner.step()
+    runner.add(make_request("B", prompt, max_tokens=1))
+    assert shares(runner.step()[0]) == [("B", 4, 4)]
+
+
+def test_prompt_logprobs_compute_every_position() -> None:
+    runner = Runner(make_config())
+    runner.add(make_request("A", [1] * 9, max_tokens=1))
+    runner.step()
+    runner.add(make_request("B", [1] * 9, max_tokens=1, prompt_logprobs=1))
+    assert shares(runner.step()[0]) == [("B", 0, 9)]
+    assert runner.scheduler.prefix_cache_queries == 9
+
+
+def test_the_last_running_request_is_preempted_and_resumes() -> None:
+    runner = Runner(make_config(num_blocks=4, max_model_len=16, enable_prefix_caching=False))
+    a = runner.add(make_request("A", [0] * 7, max_tokens=6))
+    b = runner.add(make_request("B", [1] * 7, max_tokens=6))
+    runner.step()
+    assert runner.scheduler.num_used_blocks == 4
+    runner.step()
+    output, _ = runner.step()
+    # Position 8 of A needs a third block: B gives up both of its own.
+    assert (shares(output), output.preempted) == ([("A", 8, 1)], ("B",))
+    assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
+    assert b.num_output_tokens == 2
+    runner.add(make_request("C", [2], max_tokens=1))
+    for _ in range(3):
+        # B's nine tokens do not fit beside A. C would, but may not overtake.
+        assert [name for name, _, _ in shares(runner.step()[0])] == ["A"]
+    assert a.is_finished
+    output, _ = runner.step()
+    assert shares(output) == [("B", 0, 9), ("C", 0, 1)]
+    runner.drain()
+    for request in (a, b):
+        assert (request.output_token_ids, request.finish_reason) == solo_run(request)[:2]
+    assert runner.scheduler.num_preemptions == 1
+    assert runner.scheduler.num_prompt_tokens == 7 + 7 + 7 + 1
+
+
+def test_a_preempted_request_gets_its_own_blocks_back() -> None:
+    runner = Runner(make_config(num_blocks=5, max_model_len=20))
+    a = runner.add(make_request("A", [0] * 7, max_tokens=6))
+    b = runner.add(make_request("B", [1] * 11, max_tokens=6))
+    runner.step()
+    runner.step()
+    table_before = runner.scheduler.kv_cache_manager.block_table("B")
+    output, _ = runner.step()
+    assert output.preempted == ("B",)
+    runner.scheduler.finish("A", FinishReason.ABORT)
+    output, _ = runner.step()
+    # Its last block was not full and went to A. The others need no recomputation.
+    assert shares(output) == [("B", 8, 4)]
+    assert output.scheduled[0].block_table[:2] == table_before[:2]
+    assert b.num_cached_tokens == 0, "says what was found at first"
+    assert a.num_preemptions == 0
+
+
+def test_a_request_may_have_to_preempt_itself() -> None:
+    runner = Runner(make_config(num_blocks=4, max_model_len=16, enable_prefix_caching=False))
+    runner.add(make_request("A", [0] * 10, max_tokens=6))
+    b = runner.add(make_request("B", [1] * 4, max_tokens=3))
+    runner.step()
+    output, _ = runner.step()
+    assert (shares(output), output.preempted) == ([("A", 10, 1)], ("B",))
+    assert b.status is RequestStatus.PREEMPTED
+    runner.drain()
+    assert b.output_token_ids == solo_run(b)[0]
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
+    runner = Runner(make_config(num_blocks=4, max_model_len=16, enable_prefix_caching=False))
+    runner.add(make_request("A", [0] * 10, max_tokens=6))
+    runner.add(make_request("B", [1] * 4, max_tokens=3))
+    runner.step()
+    runner.add(make_request("C", [2], max_tokens=1))
+    output, _ = runner.step()
+    assert (shares(output), output.preempted) == ([("A", 10, 1)], ("B",))
+
+
+def test_admission_needs_room_for_the_whole_prompt() -> None:
+    runner = Runner(make_config(num_blocks=4, max_model_len=16, max_num_batched_tokens=8))
+    runner.add(make_request("A", [0] * 4, max_tokens=2))
+    b = runner.add(make_request("B", [1] * 14, max_tokens=1))
+    # B's chunk of four tokens would fit, its prompt does not.
+    assert shares(runner.step()[0]) == [("A", 0, 4)]
+    assert shares(runner.step()[0]) == [("A", 4, 1)]
+    assert shares(runner.step()[0]) == [("B", 0, 8)]
+    runner.drain()
+    assert b.num_preemptions == 0
+
+
+def test_a_waiting_request_is_not_overtaken() -> None:
+    runner = Runner(make_config(num_blocks=4, max_model_len=16))
+    runner.add(make_request("A", [0] * 6, max_tokens=2))
+    runner.add(make_request("B", [1] * 12, max_tokens=1))
+    runner.add(make_request("C", [2], max_tokens=1))
+    order = [[name for name, _, _ in shares(runner.step()[0])] for _ in range(3)]
+    assert order == [["A"], ["A"], ["B", "C"]]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "stop_reason", "num_output_tokens"),
+    [
+        ({}, FinishReason.STOP, None, 2),
+        ({"stop_token_ids": [EOS]}, FinishReason.STOP, None, 2),
+        ({"ignore_eos": True}, FinishReason.LENGTH, None, 5),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, FinishReason.STOP, EOS, 2),
+        ({"stop_token_ids": [3]}, FinishReason.STOP, 3, 1),
+        ({"min_tokens": 2}, FinishReason.STOP, None, 2),
+        ({"min_tokens": 3}, FinishReason.STOP, None, 4),
+        ({"min_tokens": 5}, FinishReason.LENGTH, None, 5),
+    ],
+)
+def test_stop_rules(
+    params: dict[str, object],
+    reason: FinishReason,
+    stop_reason: int | None,
+    num_output_tokens: int,
+) -> None:
+    scheduler = Scheduler(make_config())
+    request = make_request("A", [1], 5, eos_token_ids=frozenset([EOS]), **params)
+    scheduler.add(request)
+    for token_id in (3, EOS, 3, EOS, 3):
+        finished = scheduler.update(scheduler.schedule(), {"A": token_id})
+        if finished:
+            break
+    assert finished == [request]
+    assert request.is_finished
+    assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
+    assert request.num_output_tokens == num_output_tokens
+    assert not scheduler.has_unfinished()
+    assert scheduler.num_used_blocks == 0
+
+
+def test_a_request_may_fill_max_model_len_to_the_last_token() -> None:
+    runner = Runner(make_config(num_blocks=3, max_model_len=12))
+    a = runner.add(make_request("A", [1] * 5, max_tokens=7))
+    runner.drain()
+    assert (a.num_tokens, a.finish_reason) == (12, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "param"),
+    [([], 4, "prompt"), ([1] * 37, 4, "max_tokens"), ([1] * 40, 1, "max_tokens")],
+)
+def test_requests_that_can_never_fit_are_refused(
+    prompt: list[int], max_tokens: int, param: str
+) -> None:
+    scheduler = Scheduler(make_config())
+    with pytest.raises(InvalidRequestError) as caught:
+        scheduler.add(make_request("A", prompt, max_tokens))
+    assert caught.value.param == param
+    assert not scheduler.has_unfinished()
+
+
+def test_request_ids_are_unique_among_unfinished_requests() -> None:
+    runner = Runner(make_config())
+    runner.add(make_request("A", [1], max_tokens=1))
+    with pytest.raises(InvalidRequestError, match="'A' is in use"):
+        runner.add(make_request("A", [2]))
+    runner.drain()
+    runner.add(make_request("A", [2], max_tokens=1))
+    runner.drain()
+
+
+def test_finish_while_waiting_running_preempted_finished_and_unknown() -> None:
+    runner = Runner(make_config(num_blocks=4, max_model_len=16))
+    scheduler = runner.scheduler
+    a = runner.add(make_request("A", [0] * 7, max_tokens=6))
+    b = runner.add(make_request("B", [1] * 7, max_tokens=6))
+    c = runner.add(make_request("C", [2] * 7, max_tokens=6))
+    while b.status is not RequestStatus.PREEMPTED:
+        runner.step()
+    assert c.status is RequestStatus.WAITING
+    assert scheduler.finish("B", FinishReason.ABORT) is b
+    assert scheduler.finish("C", FinishReason.ERROR) is c
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
+    assert scheduler.finish("A", FinishReason.STOP, "###") is a
+    assert (a.finish_reason, a.stop_reason, a.status) == (
+        FinishReason.STOP,
+        "###",
+        RequestStatus.FINISHED,
+    )
+    assert scheduler.finish("A", FinishReason.ABORT) is None
+    assert scheduler.finish("Z", FinishReason.ABORT) is None
+    assert scheduler.num_used_blocks == 0
+    assert not scheduler.has_unfinished()
+    scheduler.check_integrity()
+
+
+def test_finish_between_schedule_and_update() -> None:
+    runner = Runner(make_config())
+    a = runner.add(make_request("A", [1, 2, 3], max_tokens=2))
+    b = runner.add(make_request("B", [1, 2], max_tokens=2))
+    output = runner.scheduler.schedule()
+    runner.scheduler.finish("A", FinishReason.ERROR)
+    # The next owner of the name has no part in the step.
+    again = runner.add(make_request("A", [4], max_tokens=2))
+    assert runner.scheduler.update(output, {"B": 0}) == []
+    assert (a.num_tokens, b.num_tokens, again.num_tokens) == (3, 3, 1)
+    runner.scheduler.check_integrity()
+
+
+def test_a_step_without_update_is_scheduled_again() -> None:
+    runner = Runner(make_config(max_num_batched_tokens=6))
+    runner.add(make_request("A", [1] * 4, max_tokens=2))
+    b = runner.add(make_request("B", [2] * 5, max_tokens=2))
+    failed = runner.scheduler.schedule()
+    runner.scheduler.finish("A", FinishReason.ERROR)
+    output, _ = runner.step()
+    assert shares(failed) == [("A", 0, 4), ("B", 0, 2)]
+    assert shares(output) == [("B", 0, 5)]
+    runner.drain()
+    assert b.output_token_ids == solo_run(b)[0]
+
+
+def test_finished_request_leaves_its_full_blocks_cached() -> None:
+    runner = Runner(make_config())
+    runner.add(make_request("A", [1] * 6, max_tokens=3))
+    runner.drain()
+    # Eight of nine tokens were computed: two full blocks.
+    assert (runner.scheduler.num_used_blocks, runner.scheduler.num_cached_blocks) == (0, 2)
+    runner.scheduler.reset_prefix_cache()
+    assert runner.scheduler.num_cached_blocks == 0
+
+
+def test_output_tokens_are_found_as_a_later_prompt() -> None:
+    runner = Runner(make_config())
+    a = runner.add(make_request("A", [1] * 6, max_tokens=7))
+    runner.drain()
+    b = runner.add(make_request("B", a.token_ids, max_tokens=1))
+    runner.drain()
+    assert b.num_cached_tokens == 12
+    assert b.output_token_ids == [next_token(a.token_ids)]
