@@ -120,8 +120,10 @@ class FakeModel:
             if published is None:
                 continue
             contents = [self.slots[block_id, offset] for offset in range(self.block_size)]
-            assert None not in contents, f"{block_id=} is published with {contents=}"
+            assert contents[-1] is not None, f"{block_id=} is published with {contents=}"
             cache_keys, *token_ids = contents[-1]
+            ends = range(len(token_ids) - self.block_size + 1, len(token_ids) + 1)
+            assert contents == [(cache_keys, *token_ids[:end]) for end in ends]
             expected = NO_PARENT
             for start in range(0, len(token_ids), self.block_size):
                 block = token_ids[start : start + self.block_size]

@@ -101,7 +101,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert pool.block_hash(block_id) == self.hashes.get(block_id)
         for number in range(NUM_HASHES):
             holders = [b for b, h in self.hashes.items() if h == bytes([number])]
-            assert [pool.get_cached_block(bytes([number]))] == (holders or [None])
+            found = pool.get_cached_block(bytes([number]))
+            assert found == (holders[0] if holders else None)
 
 
 def _continued(token_ids: list[int], length: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rawpaged.errors import InvalidRequestError
@@ -217,7 +219,7 @@ def test_a_waiting_request_is_not_overtaken() -> None:
     ],
 )
 def test_stop_rules(
-    params: dict[str, object],
+    params: dict[str, Any],
     reason: FinishReason,
     stop_reason: int | None,
     num_output_tokens: int,
