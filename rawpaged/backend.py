@@ -150,7 +150,7 @@ class Backend(Protocol):
         ...
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of the device's memory."""
+        """(available, total) bytes of the device's memory."""
         ...
 
     def close(self) -> None:

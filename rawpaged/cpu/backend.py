@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from rawpaged.cpu.activation import silu_and_mul_rows
 from rawpaged.cpu.attention import AttentionWork, attention_tasks, split_work
 from rawpaged.cpu.kv_cache import store_kv_rows
 from rawpaged.cpu.linear import PackedLinear, embed_rows, linear_panels, pack_linear
+from rawpaged.cpu.memory import memory_info
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.rope import rope_rows
 from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
@@ -74,8 +74,7 @@ class CpuBackend:
         return kv_cache.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size, self.dtype)
 
     def memory_info(self) -> tuple[int, int]:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+        return memory_info()
 
     def close(self) -> None:
         self._team.close()

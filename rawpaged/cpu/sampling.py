@@ -58,6 +58,7 @@ def _threshold(weights, least, amount, by_mass):  # type: ignore[no-untyped-def]
     Kept are the largest weights until their number (or, `by_mass`, their sum) reaches amount.
     """
     histogram = np.zeros(_BUCKETS, np.float64)
+    all_bits = weights.view(np.uint32)
     prefix = np.uint32(0)
     above = 0.0
     for level in range(3):
@@ -65,7 +66,7 @@ def _threshold(weights, least, amount, by_mass):  # type: ignore[no-untyped-def]
         histogram[:] = 0.0
         mask = np.uint32(_BUCKETS - 1 if level < 2 else (1 << 10) - 1)
         for i in range(weights.shape[0]):
-            bits = weights[i].view(np.uint32)
+            bits = all_bits[i]
             same = level == 0 or (
                 (bits >> np.uint32(_SHIFTS[level - 1])) == (prefix >> np.uint32(_SHIFTS[level - 1]))
             )
@@ -93,8 +94,9 @@ def _threshold(weights, least, amount, by_mass):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def _kept_mass(weights, least):  # type: ignore[no-untyped-def]
     mass = 0.0
+    bits = weights.view(np.uint32)
     for i in range(weights.shape[0]):
-        if weights[i].view(np.uint32) >= least:
+        if bits[i] >= least:
             mass += np.float64(weights[i])
     return mass
 
@@ -105,8 +107,9 @@ def _draw(weights, least, mass, u):  # type: ignore[no-untyped-def]
     target = u * mass
     total = 0.0
     last = -1
+    bits = weights.view(np.uint32)
     for i in range(weights.shape[0]):
-        if weights[i].view(np.uint32) >= least:
+        if bits[i] >= least:
             total += np.float64(weights[i])
             last = i
             if total > target:
@@ -131,7 +134,7 @@ def sample_rows(  # type: ignore[no-untyped-def]
             scaled = (logits[r, i] - most) / temperature[r]
             weights[i] = exp(scaled) if scaled >= _LOWEST else _ZERO
         # min_p is a share of the largest weight, which is 1; weight 0 is never drawn.
-        least = max(min_p[r].view(np.uint32), np.uint32(1))
+        least = max(np.float32(min_p[r]).view(np.uint32), np.uint32(1))
         if 0 < top_k[r] < size:
             least = _threshold(weights, least, np.float64(top_k[r]), False)
         if top_p[r] < np.float32(1.0):

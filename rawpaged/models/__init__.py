@@ -1,0 +1,1 @@
+"""Model configurations, weights and forward passes, for all backends."""

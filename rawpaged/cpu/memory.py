@@ -1,0 +1,36 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_info() -> tuple[int, int]:
+    """(available, total) bytes: the machine's, or the control group's where that is less."""
+    available, total = _machine()
+    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
+    if limit is not None and used is not None and limit < total:
+        return max(0, min(available, limit - used)), limit
+    return available, total
+
+
+def _machine() -> tuple[int, int]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    if _MEMINFO.exists():
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024, total
+    return total // 2, total
+
+
+def _cgroup_number(name: str) -> int | None:
+    path = _CGROUP / name
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None

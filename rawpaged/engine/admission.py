@@ -1,0 +1,83 @@
+"""Checks one request against the model and its limits before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rawpaged.errors import InvalidRequestError
+from rawpaged.models.config import ModelConfig
+from rawpaged.sampling_params import SamplingParams
+from rawpaged.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Everything a request has to fit; all checks raise InvalidRequestError naming the field."""
+
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    max_logprobs: int
+
+    def prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, special tokens added to text as its tokenizer wants."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    "the model has no tokenizer; give the prompt as token ids", "prompt"
+                )
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+            self._check_token_ids(token_ids, "prompt")
+        if not token_ids:
+            raise InvalidRequestError("prompt holds no tokens", "prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; with at least one token of output that "
+                f"is more than max_model_len={self.max_model_len}",
+                "prompt",
+            )
+        return token_ids
+
+    def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Most output tokens: what was asked, or all that is left."""
+        left = self.max_model_len - num_prompt_tokens
+        if params.max_tokens is None:
+            return left
+        if params.max_tokens > left:
+            raise InvalidRequestError(
+                f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} are more "
+                f"than max_model_len={self.max_model_len}; max_tokens may be {left} at most",
+                "max_tokens",
+            )
+        return params.max_tokens
+
+    def check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """What SamplingParams cannot check without the model."""
+        self._check_token_ids(params.logit_bias or (), "logit_bias")
+        self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > min(self.max_logprobs, self.model_config.vocab_size):
+                raise InvalidRequestError(
+                    f"{name}={value} is more than max_logprobs={self.max_logprobs}", name
+                )
+        if params.stop_strings and self.tokenizer is None:
+            raise InvalidRequestError("stop needs a tokenizer, the model has none", "stop")
+        if params.min_tokens > self.max_tokens(num_prompt_tokens, params):
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} does not fit max_model_len={self.max_model_len}",
+                "min_tokens",
+            )
+
+    def _check_token_ids(self, token_ids: Iterable[int], name: str) -> None:
+        vocab_size = self.model_config.vocab_size
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(f"{name} holds {token_id!r}, not a token id", name)
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {token_id}; ids go from 0 to {vocab_size - 1}", name
+                )

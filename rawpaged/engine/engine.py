@@ -1,0 +1,256 @@
+"""The engine: token ids in, token ids out, one step at a time.
+
+Knows nothing of text, threads or HTTP. `rawpaged.engine.engine_thread` drives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from rawpaged.config import SchedulerConfig
+from rawpaged.engine.model_runner import ModelRunner, StepResult
+from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
+from rawpaged.engine.stats import RequestStats, StatsLogger, StepStats
+from rawpaged.request import FinishReason, Request
+from rawpaged.scheduler.output import SchedulerOutput
+from rawpaged.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step brought one request; `finish_reason` on its last."""
+
+    request_id: str
+    token_id: int | None
+    """None when the request ended without a new token."""
+    logprobs: PositionLogprobs | None
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    """Complete, with the first token, if they were asked for."""
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    error: str | None = None
+
+
+class _Progress:
+    """Times and prompt logprobs of one request while it runs."""
+
+    __slots__ = ("first_scheduled", "first_token", "last_token", "prompt_logprobs")
+
+    def __init__(self) -> None:
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.prompt_logprobs: dict[int, PositionLogprobs] = {}
+
+
+class Engine:
+    """Schedule, run, update. Not thread-safe; `step` blocks while the model runs."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: ModelRunner,
+        stats_logger: StatsLogger | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.runner = runner
+        self._stats_logger = stats_logger
+        self._requests: dict[str, Request] = {}
+        self._progress: dict[str, _Progress] = {}
+        self._counted = (0, 0, 0, 0, 0)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises InvalidRequestError if it could never run to its end."""
+        self.scheduler.add(request)
+        self._requests[request.request_id] = request
+        self._progress[request.request_id] = _Progress()
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> EngineOutput | None:
+        """End a request between steps; None if it has ended already."""
+        request = self.scheduler.finish(request_id, reason, stop_reason)
+        if request is None:
+            return None
+        output = self._output(request, None, None)
+        self._forget(request)
+        return output
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one step; outputs of the requests that got a token or ended in it."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled.scheduled:
+            return []
+        self._note_scheduled(scheduled)
+        try:
+            result = self.runner.execute(scheduled, self._requests)
+        except Exception as error:
+            logger.exception("a step of %d requests failed", len(scheduled.scheduled))
+            return self._fail(scheduled, f"the engine failed in this step: {error}")
+        outputs = self._fail_broken(result)
+        self._keep_prompt_logprobs(result)
+        tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
+        finished = self.scheduler.update(scheduled, tokens)
+        outputs += self._token_outputs(result)
+        for request in finished:
+            self._forget(request)
+        self._record_step()
+        return outputs
+
+    def close(self) -> None:
+        """Free the model and the KV pool. Requests must have been finished before."""
+        self.runner.close()
+
+    def record_idle(self) -> None:
+        """Bring the gauges up to date when nothing runs."""
+        self._record_step()
+
+    def _note_scheduled(self, scheduled: SchedulerOutput) -> None:
+        now = time.monotonic()
+        for item in scheduled.scheduled:
+            progress = self._progress[item.request_id]
+            if progress.first_scheduled is None:
+                progress.first_scheduled = now
+
+    def _fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineOutput]:
+        """End every request of a failed step; those not in it go on."""
+        return [
+            output
+            for item in scheduled.scheduled
+            if (output := self._fail_request(item.request_id, message)) is not None
+        ]
+
+    def _fail_broken(self, result: StepResult) -> list[EngineOutput]:
+        """End requests whose logits hold nothing to choose from."""
+        message = "the model's logits are not finite; the weights or their dtype are broken"
+        return [
+            output
+            for request_id, token in result.sampled.items()
+            if token.token_id == NO_TOKEN
+            and (output := self._fail_request(request_id, message)) is not None
+        ]
+
+    def _fail_request(self, request_id: str, message: str) -> EngineOutput | None:
+        request = self.scheduler.finish(request_id, FinishReason.ERROR)
+        if request is None:
+            return None
+        output = self._output(request, None, None, error=message)
+        self._forget(request)
+        return output
+
+    def _keep_prompt_logprobs(self, result: StepResult) -> None:
+        for request_id, by_position in result.prompt_logprobs.items():
+            if request_id in self._progress:
+                self._progress[request_id].prompt_logprobs.update(by_position)
+
+    def _token_outputs(self, result: StepResult) -> list[EngineOutput]:
+        now = time.monotonic()
+        outputs = []
+        for request_id, token in result.sampled.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._note_token(request_id, request, now)
+                outputs.append(self._output(request, token.token_id, token.logprobs))
+        return outputs
+
+    def _note_token(self, request_id: str, request: Request, now: float) -> None:
+        progress = self._progress[request_id]
+        if progress.first_token is None or progress.last_token is None:
+            progress.first_token = now
+            if self._stats_logger is not None:
+                self._stats_logger.record_first_token(now - request.arrival_time)
+        elif self._stats_logger is not None:
+            self._stats_logger.record_inter_token_latency(now - progress.last_token)
+        progress.last_token = now
+
+    def _output(
+        self,
+        request: Request,
+        token_id: int | None,
+        logprobs: PositionLogprobs | None,
+        error: str | None = None,
+    ) -> EngineOutput:
+        prompt_logprobs: list[PositionLogprobs | None] | None = None
+        if request.sampling_params.prompt_logprobs is not None and request.num_output_tokens == 1:
+            kept = self._progress[request.request_id].prompt_logprobs
+            prompt_logprobs = [kept.get(position) for position in range(request.num_prompt_tokens)]
+        return EngineOutput(
+            request.request_id,
+            token_id,
+            logprobs,
+            prompt_logprobs,
+            request.finish_reason,
+            request.stop_reason,
+            request.num_cached_tokens,
+            error,
+        )
+
+    def _forget(self, request: Request) -> None:
+        progress = self._progress.pop(request.request_id)
+        del self._requests[request.request_id]
+        if self._stats_logger is not None:
+            self._stats_logger.record_request(_request_stats(request, progress))
+
+    def _record_step(self) -> None:
+        if self._stats_logger is None:
+            return
+        s = self.scheduler
+        totals = (
+            s.num_prompt_tokens,
+            s.num_generation_tokens,
+            s.num_preemptions,
+            s.prefix_cache_queries,
+            s.prefix_cache_hits,
+        )
+        prompt, generation, preemptions, queries, hits = (
+            now - before for now, before in zip(totals, self._counted, strict=True)
+        )
+        self._counted = totals
+        self._stats_logger.record_step(
+            StepStats(
+                num_running=s.num_running,
+                num_waiting=s.num_waiting,
+                num_blocks=s.config.num_blocks,
+                num_used_blocks=s.num_used_blocks,
+                num_cached_blocks=s.num_cached_blocks,
+                num_prompt_tokens=prompt,
+                num_generation_tokens=generation,
+                num_preemptions=preemptions,
+                prefix_cache_queries=queries,
+                prefix_cache_hits=hits,
+            )
+        )
+
+
+def _request_stats(request: Request, progress: _Progress) -> RequestStats:
+    now = time.monotonic()
+    first, last = progress.first_token, progress.last_token
+    later_tokens = request.num_output_tokens - 1
+    assert request.finish_reason is not None
+    return RequestStats(
+        finish_reason=request.finish_reason.value,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_generation_tokens=request.num_output_tokens,
+        num_preemptions=request.num_preemptions,
+        queue_seconds=(
+            None
+            if progress.first_scheduled is None
+            else progress.first_scheduled - request.arrival_time
+        ),
+        time_to_first_token_seconds=None if first is None else first - request.arrival_time,
+        time_per_output_token_seconds=(
+            None
+            if first is None or last is None or later_tokens < 1
+            else (last - first) / later_tokens
+        ),
+        e2e_seconds=now - request.arrival_time,
+    )

@@ -1,0 +1,149 @@
+"""The thread that an engine runs on, and the way in from all others."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+from dataclasses import dataclass
+
+from rawpaged.engine.admission import Admission
+from rawpaged.engine.engine import Engine, EngineOutput
+from rawpaged.engine.output_processor import OutputProcessor, Submission, sample_id
+from rawpaged.errors import EngineClosedError, InvalidRequestError, RequestFailedError
+from rawpaged.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+class EngineThread:
+    """Runs steps while there is work and sleeps otherwise; owns the engine.
+
+    `submit`, `abort` and `close` may be called from any thread. Nothing is shared with the
+    engine's thread but the command queue.
+    """
+
+    def __init__(self, engine: Engine, processor: OutputProcessor, admission: Admission) -> None:
+        self._engine = engine
+        self._processor = processor
+        self._admission = admission
+        self._commands: queue.SimpleQueue[Submission | _Abort | _Close] = queue.SimpleQueue()
+        # Guards `_closed`, so that nothing is queued behind the closing command.
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="rawpaged-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and not self._closed
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a request that admission has checked; its sink hears of everything later."""
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                raise EngineClosedError("the engine is closed")
+            self._commands.put(submission)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown or ended ones are none of this call's business."""
+        self._commands.put(_Abort(request_id))
+
+    def close(self) -> None:
+        """Abort what runs, end the thread and free the engine; may be called again."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(_Close())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._deliver(self._engine.step())
+        except Exception:
+            logger.exception("the engine thread died")
+            with self._lock:
+                self._closed = True
+            error = RequestFailedError("the engine died; its log tells why")
+            self._refuse_queued()
+            for request_id in self._processor.request_ids():
+                self._processor.fail(request_id, error)
+        finally:
+            self._engine.close()
+
+    def _take_commands(self) -> bool:
+        """Apply what is queued, waiting for it when there is no work; False to end."""
+        while True:
+            if not self._engine.has_unfinished():
+                if self._commands.empty():
+                    self._engine.record_idle()
+                command = self._commands.get()
+            else:
+                try:
+                    command = self._commands.get_nowait()
+                except queue.Empty:
+                    return True
+            if isinstance(command, _Close):
+                for request_id in self._processor.request_ids():
+                    self._abort(request_id)
+                return False
+            if isinstance(command, _Abort):
+                self._abort(command.request_id)
+            else:
+                self._start(command)
+
+    def _start(self, submission: Submission) -> None:
+        if submission.request_id in self._processor:
+            submission.sink(
+                InvalidRequestError(f"request_id={submission.request_id!r} is in use", "request_id")
+            )
+            return
+        params = submission.params
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._processor.add(submission)
+        for index in range(params.n):
+            self._engine.add_request(
+                Request(
+                    sample_id(submission.request_id, index),
+                    submission.prompt_token_ids,
+                    params,
+                    max_tokens=self._admission.max_tokens(
+                        len(submission.prompt_token_ids), params
+                    ),
+                    eos_token_ids=self._admission.model_config.eos_token_ids,
+                    seed=seed,
+                    sample_index=index,
+                    arrival_time=submission.arrival_time,
+                )
+            )
+
+    def _abort(self, request_id: str) -> None:
+        outputs = [
+            output
+            for name in self._processor.unfinished_samples(request_id)
+            if (output := self._engine.finish(name, FinishReason.ABORT)) is not None
+        ]
+        self._processor.process(outputs)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for hit in self._processor.process(outputs):
+            self._engine.finish(hit.sample_id, FinishReason.STOP, hit.stop)
+
+    def _refuse_queued(self) -> None:
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, Submission):
+                command.sink(EngineClosedError("the engine is closed"))

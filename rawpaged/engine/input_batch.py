@@ -1,0 +1,43 @@
+"""A SchedulerOutput as the flat index arrays that kernels take."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rawpaged.backend import BatchMeta
+from rawpaged.scheduler.output import SchedulerOutput
+
+
+def make_batch(output: SchedulerOutput, block_size: int) -> BatchMeta:
+    """Concatenate the scheduled requests in order; rows of those that sample want logits."""
+    lengths = [len(request.token_ids) for request in output.scheduled]
+    starts = np.array([request.start for request in output.scheduled], np.int32)
+    query_start_loc = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+
+    block_tables = np.zeros(
+        (len(lengths), max(len(request.block_table) for request in output.scheduled)), np.int32
+    )
+    token_ids = np.empty(num_tokens, np.int32)
+    for row, request in enumerate(output.scheduled):
+        block_tables[row, : len(request.block_table)] = request.block_table
+        token_ids[query_start_loc[row] : query_start_loc[row + 1]] = request.token_ids
+
+    request_of_token = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    positions = (
+        np.arange(num_tokens, dtype=np.int32)
+        - query_start_loc[request_of_token]
+        + starts[request_of_token]
+    )
+    blocks = block_tables[request_of_token, positions // block_size].astype(np.int64)
+    last_rows = query_start_loc[1:] - 1
+    return BatchMeta(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        query_start_loc=query_start_loc,
+        seq_lens=starts + np.array(lengths, np.int32),
+        block_tables=block_tables,
+        logits_rows=last_rows[[request.samples for request in output.scheduled]],
+    )

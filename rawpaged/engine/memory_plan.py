@@ -1,0 +1,153 @@
+"""How the memory is divided: weights, workspace, KV pool; and what the pool can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rawpaged.backend import Backend
+from rawpaged.config import EngineConfig, SchedulerConfig
+from rawpaged.errors import BackendError, ConfigError
+from rawpaged.models.config import ModelConfig
+from rawpaged.models.llama import workspace_bytes
+
+KV_SHARE = 0.25
+"""Share of the available memory that the pool takes at most when nothing is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The division of memory, in bytes, and the limits that follow from it."""
+
+    dtype: str
+    weights_bytes: int
+    workspace_bytes: int
+    bytes_per_token: int
+    """KV of one token over all layers, padding included."""
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_tokens * self.bytes_per_token
+
+    def paged_requests(self, length: int) -> int:
+        """Requests of `length` tokens that the pool holds at once, in whole blocks."""
+        return self.num_blocks // -(-length // self.block_size)
+
+    def reserved_requests(self) -> int:
+        """Requests that the same memory holds when each reserves max_model_len tokens."""
+        return self.num_tokens // self.max_model_len
+
+    def describe(self, mean_lens: tuple[int, ...] = ()) -> str:
+        """A few lines for a person; a line for each of the mean request lengths."""
+        lines = [
+            f"weights      {_size(self.weights_bytes)} as {self.dtype}",
+            f"workspace    {_size(self.workspace_bytes)}",
+            f"KV pool      {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
+            f"= {self.num_tokens} tokens, {self.bytes_per_token} bytes a token",
+            f"requests     {self.paged_requests(self.max_model_len)} of max_model_len="
+            f"{self.max_model_len} at once, up to max_num_seqs={self.max_num_seqs} in a step",
+        ]
+        for length in mean_lens:
+            lines.append(
+                f"             {self.paged_requests(length)} of {length} tokens, paged; "
+                f"{self.reserved_requests()} if each reserved {self.max_model_len}"
+            )
+        return "\n".join(lines)
+
+
+def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    """"auto": float32 for float32 checkpoints, bfloat16 for all others."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if model.dtype == "float32" else "bfloat16"
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> MemoryPlan:
+    """Decide the number of blocks and the longest request.
+
+    Raises ConfigError when a flag asks for more than the model or the memory allows.
+    """
+    bytes_per_block = model.num_layers * backend.kv_bytes_per_block(
+        model.num_kv_heads, model.head_dim, config.block_size
+    )
+    wanted_len = config.max_model_len or model.max_position_embeddings
+    if wanted_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={wanted_len} is more than the model's "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+    weights = model.num_parameters * (2 if backend.dtype == "bfloat16" else 4)
+    workspace = workspace_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
+    num_blocks = _num_blocks(
+        config, backend, bytes_per_block, wanted_len, taken=weights + workspace
+    )
+    pool_len = num_blocks * config.block_size
+    if config.max_model_len is not None and wanted_len > pool_len:
+        raise ConfigError(
+            f"max_model_len={wanted_len} does not fit the KV pool of {num_blocks} blocks of "
+            f"{config.block_size} = {pool_len} tokens; lower it, or give more memory with "
+            f"kv_cache_memory_bytes (a request that long needs "
+            f"{-(-wanted_len // config.block_size) * bytes_per_block} bytes)"
+        )
+    return MemoryPlan(
+        dtype=backend.dtype,
+        weights_bytes=weights,
+        workspace_bytes=workspace,
+        bytes_per_token=bytes_per_block // config.block_size,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_model_len=min(wanted_len, pool_len),
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def scheduler_config(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
+    """The limits the scheduler works under."""
+    return SchedulerConfig(
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig, backend: Backend, bytes_per_block: int, wanted_len: int, taken: int
+) -> int:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    if config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+        if num_blocks < 1:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds no block: "
+                f"one takes {bytes_per_block} bytes"
+            )
+        return num_blocks
+    available, _ = backend.memory_info()
+    share = int(KV_SHARE * (available - taken))
+    useful = config.max_num_seqs * -(-wanted_len // config.block_size)
+    num_blocks = min(share // bytes_per_block, useful)
+    if num_blocks < 1:
+        raise BackendError(
+            f"{_size(available)} of memory is available; weights and workspace take "
+            f"{_size(taken)} and no KV block fits beside them"
+        )
+    return num_blocks
+
+
+def _size(num_bytes: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1000  # type: ignore[assignment]
+    return f"{num_bytes:.4g} GB"

@@ -1,0 +1,116 @@
+"""Runs the model over one scheduled step and samples from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rawpaged.backend import AttentionPlan, Backend, BatchMeta
+from rawpaged.engine.input_batch import make_batch
+from rawpaged.engine.sampler import (
+    PositionLogprobs,
+    SampledToken,
+    position_logprobs,
+    sample,
+)
+from rawpaged.models.config import ModelConfig
+from rawpaged.models.llama import Llama
+from rawpaged.models.weights import LlamaWeights
+from rawpaged.request import Request
+from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step computed, by request id."""
+
+    sampled: Mapping[str, SampledToken]
+    prompt_logprobs: Mapping[str, Mapping[int, PositionLogprobs]]
+    """For requests that asked: prompt position -> log-probabilities of the token there."""
+
+
+class ModelRunner:
+    """One model with its KV pool. `close()` gives the memory back."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LlamaWeights,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.config = config
+        self.backend = backend
+        self.block_size = block_size
+        self.model = Llama(
+            config,
+            weights,
+            backend,
+            max_num_tokens=max_num_batched_tokens,
+            max_logits_rows=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        self.kv_caches = [
+            backend.new_kv_cache(num_blocks, config.num_kv_heads, config.head_dim, block_size)
+            for _ in range(config.num_layers)
+        ]
+
+    def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
+        """Compute KV of all scheduled tokens and a token for each request that samples."""
+        meta = make_batch(output, self.block_size)
+        plan = self.backend.plan(
+            meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
+        )
+        self.model.forward(plan, self.kv_caches)
+        prompt_logprobs = self._prompt_logprobs(output, meta, requests)
+        sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
+        sampled = self._sample(plan, sampling)
+        return StepResult(sampled, prompt_logprobs)
+
+    def close(self) -> None:
+        """Drop the KV pool and the model, and close the backend."""
+        self.kv_caches.clear()
+        del self.model
+        self.backend.close()
+
+    def _sample(self, plan: AttentionPlan, requests: list[Request]) -> dict[str, SampledToken]:
+        if not requests:
+            return {}
+        logits = self.model.compute_logits(plan.logits_rows)
+        tokens = sample(self.backend, logits, requests)
+        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+
+    def _prompt_logprobs(
+        self, output: SchedulerOutput, meta: BatchMeta, requests: Mapping[str, Request]
+    ) -> dict[str, dict[int, PositionLogprobs]]:
+        result = {}
+        for row, item in enumerate(output.scheduled):
+            request = requests[item.request_id]
+            k = request.sampling_params.prompt_logprobs
+            if k is not None:
+                first_row = int(meta.query_start_loc[row])
+                result[item.request_id] = self._chunk_logprobs(item, request, first_row, k)
+        return result
+
+    def _chunk_logprobs(
+        self, item: ScheduledRequest, request: Request, first_row: int, k: int
+    ) -> dict[int, PositionLogprobs]:
+        """The row of position p predicts the token at p + 1; only prompt tokens are asked for."""
+        result = {}
+        end = min(item.start + len(item.token_ids), request.num_prompt_tokens - 1)
+        for first in range(item.start, end, self.model.max_logits_rows):
+            last = min(first + self.model.max_logits_rows, end)
+            rows = np.arange(first, last, dtype=np.int32) - item.start + first_row
+            logits = self.model.compute_logits(self.backend.upload(rows))
+            token_ids = np.array(request.token_ids[first + 1 : last + 1], np.int32)
+            table = self.backend.token_logprobs(logits, token_ids, k)
+            for i, token_id in enumerate(token_ids.tolist()):
+                result[first + 1 + i] = position_logprobs(table, i, token_id, k)
+        return result

@@ -1,0 +1,268 @@
+"""From token ids to RequestOutput: detokenising, stop strings, logprobs, samples of one prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rawpaged.engine.engine import EngineOutput
+from rawpaged.engine.sampler import PositionLogprobs
+from rawpaged.errors import RequestFailedError
+from rawpaged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from rawpaged.request import FinishReason
+from rawpaged.sampling_params import RequestOutputKind, SamplingParams
+from rawpaged.tokenization.detokenizer import IncrementalDetokenizer
+from rawpaged.tokenization.stop_strings import StopStringMatcher
+from rawpaged.tokenization.tokenizer import Tokenizer
+
+Sink = Callable[[RequestOutput | Exception], None]
+"""Takes a request's outputs, or the error that ended it, on the engine's thread; never blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as its user sees it: one prompt, n samples."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sink: Sink
+    arrival_time: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class StopStringHit:
+    """A sample whose text met a stop string: the engine has to end it."""
+
+    sample_id: str
+    stop: str
+
+
+def sample_id(request_id: str, index: int) -> str:
+    """Name of one sample inside the engine."""
+    return f"{index}:{request_id}"
+
+
+class OutputProcessor:
+    """State of all requests between the engine's steps and their sinks."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, _RequestState] = {}
+        self._samples: dict[str, tuple[_RequestState, _Sample]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def request_ids(self) -> list[str]:
+        return list(self._states)
+
+    def add(self, submission: Submission) -> None:
+        """Expect outputs of the submission's samples."""
+        samples = [
+            _Sample(index, submission, self._tokenizer) for index in range(submission.params.n)
+        ]
+        state = _RequestState(submission, self._tokenizer, samples)
+        self._states[submission.request_id] = state
+        for sample in samples:
+            self._samples[sample_id(submission.request_id, sample.index)] = (state, sample)
+
+    def process(self, outputs: list[EngineOutput]) -> list[StopStringHit]:
+        """Send on what a step brought; returns the samples that a stop string ended."""
+        hits = []
+        touched: dict[str, _RequestState] = {}
+        for output in outputs:
+            found = self._samples.get(output.request_id)
+            if found is None:
+                continue
+            state, sample = found
+            stop = state.take(sample, output)
+            if stop is not None and output.finish_reason is None:
+                hits.append(StopStringHit(output.request_id, stop))
+            if sample.finish_reason is not None:
+                del self._samples[output.request_id]
+            touched[state.submission.request_id] = state
+        for request_id, state in touched.items():
+            if state.error is not None:
+                self._drop(request_id)
+            elif state.finished:
+                del self._states[request_id]
+            state.emit()
+        return hits
+
+    def unfinished_samples(self, request_id: str) -> list[str]:
+        """Names of the samples that the engine still works on."""
+        state = self._states.get(request_id)
+        if state is None:
+            return []
+        return [
+            sample_id(request_id, sample.index)
+            for sample in state.samples
+            if sample.finish_reason is None
+        ]
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a request with an error."""
+        state = self._states.get(request_id)
+        if state is not None:
+            self._drop(request_id)
+            state.submission.sink(error)
+
+    def _drop(self, request_id: str) -> None:
+        state = self._states.pop(request_id)
+        for sample in state.samples:
+            self._samples.pop(sample_id(request_id, sample.index), None)
+
+
+class _Sample:
+    """One sample's text and tokens so far."""
+
+    def __init__(self, index: int, submission: Submission, tokenizer: Tokenizer | None) -> None:
+        params = submission.params
+        self.index = index
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.sent_text = 0
+        self.sent_tokens = 0
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.incremental(
+                prompt_token_ids=submission.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        self._matcher = StopStringMatcher(params.stop_strings, params.include_stop_str_in_output)
+
+    def add_token(self, token_id: int, params: SamplingParams, *, hide_text: bool) -> str | None:
+        """Extend the text; returns the stop string that ended it, if one did."""
+        self.token_ids.append(token_id)
+        if self._detokenizer is None or hide_text:
+            return None
+        piece = self._detokenizer.append(token_id)
+        if len(self.token_ids) <= params.min_tokens or not params.stop_strings:
+            self.text += piece
+            return None
+        shown, stop = self._matcher.feed(piece)
+        self.text += shown
+        return stop
+
+    def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Set the reason and let out what was held back, unless a stop string ended the text."""
+        if self._detokenizer is not None and not isinstance(stop_reason, str):
+            rest, stop = self._matcher.feed(self._detokenizer.finish())
+            self.text += rest
+            if stop is None:
+                self.text += self._matcher.finish()
+            else:
+                reason, stop_reason = FinishReason.STOP, stop
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """A submission with its samples and what its sink has seen."""
+
+    submission: Submission
+    tokenizer: Tokenizer | None
+    samples: list[_Sample]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs_sent: bool = False
+    num_cached_tokens: int = 0
+    error: Exception | None = None
+    touched: set[int] = field(default_factory=set)
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    def take(self, sample: _Sample, output: EngineOutput) -> str | None:
+        """Apply one engine output; returns a stop string that has just been met."""
+        params = self.submission.params
+        if output.error is not None:
+            self.error = RequestFailedError(output.error)
+            return None
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = [
+                None if entry is None else self._named(entry) for entry in output.prompt_logprobs
+            ]
+        if sample.index == 0:
+            self.num_cached_tokens = output.num_cached_tokens
+        self.touched.add(sample.index)
+        stop = None
+        if output.token_id is not None:
+            if output.logprobs is not None and sample.logprobs is not None:
+                sample.logprobs.append(self._named(output.logprobs))
+                sample.cumulative_logprob += output.logprobs.logprobs[0]
+            # The token that ended the request is not part of the text, unless asked for.
+            hide = (
+                output.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+            )
+            stop = sample.add_token(output.token_id, params, hide_text=hide)
+        if stop is not None:
+            sample.end(FinishReason.STOP, stop)
+        elif output.finish_reason is not None:
+            sample.end(output.finish_reason, output.stop_reason)
+        return stop
+
+    def emit(self) -> None:
+        """Send one RequestOutput, or the error, unless only the final one is wanted."""
+        if self.error is not None:
+            self.submission.sink(self.error)
+            return
+        kind = self.submission.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return
+        delta = kind is RequestOutputKind.DELTA
+        samples = (
+            [sample for sample in self.samples if sample.index in self.touched]
+            if delta
+            else self.samples
+        )
+        prompt_logprobs = self.prompt_logprobs
+        if delta and self.prompt_logprobs_sent:
+            prompt_logprobs = None
+        self.prompt_logprobs_sent = self.prompt_logprobs is not None
+        self.touched.clear()
+        self.submission.sink(
+            RequestOutput(
+                request_id=self.submission.request_id,
+                prompt=self.submission.prompt,
+                prompt_token_ids=self.submission.prompt_token_ids,
+                prompt_logprobs=prompt_logprobs,
+                outputs=[_completion(sample, delta=delta) for sample in samples],
+                finished=self.finished,
+                num_cached_tokens=self.num_cached_tokens,
+            )
+        )
+
+    def _named(self, entry: PositionLogprobs) -> TokenLogprobs:
+        """By token id, the chosen one first and with its own rank, which ties may set apart."""
+        named: TokenLogprobs = {}
+        for token_id, logprob, rank in zip(
+            entry.token_ids, entry.logprobs, entry.ranks, strict=True
+        ):
+            if token_id not in named:
+                text = "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+                named[token_id] = Logprob(logprob, rank, text)
+        return named
+
+
+def _completion(sample: _Sample, *, delta: bool) -> CompletionOutput:
+    first_char, first_token = (sample.sent_text, sample.sent_tokens) if delta else (0, 0)
+    output = CompletionOutput(
+        index=sample.index,
+        text=sample.text[first_char:],
+        token_ids=sample.token_ids[first_token:],
+        cumulative_logprob=None if sample.logprobs is None else sample.cumulative_logprob,
+        logprobs=None if sample.logprobs is None else sample.logprobs[first_token:],
+        finish_reason=None if sample.finish_reason is None else sample.finish_reason.value,
+        stop_reason=sample.stop_reason,
+    )
+    sample.sent_text, sample.sent_tokens = len(sample.text), len(sample.token_ids)
+    return output

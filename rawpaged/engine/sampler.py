@@ -1,0 +1,130 @@
+"""Chooses each sampling request's next token from its logits, by its own parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawpaged.backend import Backend, LogitEdits, SamplingRows, TokenLogprobRows
+from rawpaged.request import Request
+
+NO_TOKEN = -1
+"""Sampled where no logit is above -inf: the model's numbers are broken."""
+
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities at one position: the token that stands there, then the likeliest."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: PositionLogprobs | None
+
+
+def sample(backend: Backend, logits: Any, requests: Sequence[Request]) -> list[SampledToken]:
+    """One token a request; logits f32[len(requests), vocab_size] may be changed.
+
+    Reported log-probabilities are those before bias, penalties and temperature.
+    """
+    edits = _logit_edits(requests)
+    wanted = [request.sampling_params.logprobs for request in requests]
+    edited = logits
+    if edits is not None:
+        if any(k is not None for k in wanted):
+            edited = backend.empty(logits.shape, "float32")
+            backend.gather_rows(edited, logits, backend.upload(np.arange(len(requests))))
+        backend.edit_logits(edited, edits)
+    token_ids = backend.sample(edited, _sampling_rows(requests))
+    if all(k is None for k in wanted):
+        return [SampledToken(token_id, None) for token_id in token_ids.tolist()]
+    most = max(k for k in wanted if k is not None)
+    table = backend.token_logprobs(logits, np.maximum(token_ids, 0), most)
+    return [
+        SampledToken(token_id, None if k is None else position_logprobs(table, row, token_id, k))
+        for row, (token_id, k) in enumerate(zip(token_ids.tolist(), wanted, strict=True))
+    ]
+
+
+def position_logprobs(
+    table: TokenLogprobRows, row: int, token_id: int, k: int
+) -> PositionLogprobs:
+    """Row `row` of the table, cut to the k likeliest tokens."""
+    return PositionLogprobs(
+        token_ids=(token_id, *table.top_token_ids[row, :k].tolist()),
+        logprobs=(float(table.chosen[row]), *table.top_logprobs[row, :k].tolist()),
+        ranks=(int(table.ranks[row]), *range(1, k + 1)),
+    )
+
+
+def _sampling_rows(requests: Sequence[Request]) -> SamplingRows:
+    params = [request.sampling_params for request in requests]
+    return SamplingRows(
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        seeds=np.array([request.seed & _SEED_MASK for request in requests], np.uint64),
+        positions=np.array([request.num_tokens for request in requests], np.uint32),
+        sample_indices=np.array([request.sample_index for request in requests], np.uint32),
+    )
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What happens to one token's logit in one row."""
+
+    bias: float = 0.0
+    seen: bool = False
+    count: int = 0
+
+
+def _logit_edits(requests: Sequence[Request]) -> LogitEdits | None:
+    """The sparse changes of all rows, or None when there are none."""
+    entries = {
+        (row, token_id): entry
+        for row, request in enumerate(requests)
+        for token_id, entry in _row_entries(request).items()
+    }
+    if not entries:
+        return None
+    params = [request.sampling_params for request in requests]
+    return LogitEdits(
+        rows=np.array([row for row, _ in entries], np.int32),
+        token_ids=np.array([token_id for _, token_id in entries], np.int32),
+        bias=np.array([entry.bias for entry in entries.values()], np.float32),
+        seen=np.array([entry.seen for entry in entries.values()], np.bool_),
+        counts=np.array([entry.count for entry in entries.values()], np.int32),
+        repetition_penalty=np.array([p.repetition_penalty for p in params], np.float32),
+        frequency_penalty=np.array([p.frequency_penalty for p in params], np.float32),
+        presence_penalty=np.array([p.presence_penalty for p in params], np.float32),
+    )
+
+
+def _row_entries(request: Request) -> dict[int, _Entry]:
+    """Entries of one request by token id: bias, forbidden stops, penalties."""
+    params = request.sampling_params
+    entries: dict[int, _Entry] = {}
+    for token_id, bias in (params.logit_bias or {}).items():
+        entries.setdefault(token_id, _Entry()).bias += bias
+    if request.num_output_tokens < params.min_tokens:
+        for token_id in {*request.eos_token_ids, *(params.stop_token_ids or ())}:
+            entries.setdefault(token_id, _Entry()).bias = -np.inf
+    if params.has_penalties:
+        if params.repetition_penalty != 1.0:
+            for token_id in set(request.token_ids):
+                entries.setdefault(token_id, _Entry()).seen = True
+        for token_id, count in Counter(request.output_token_ids).items():
+            entries.setdefault(token_id, _Entry()).count = count
+    return entries
