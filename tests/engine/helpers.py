@@ -1,0 +1,133 @@
+"""Engines over tiny checkpoints, with small pools, for tests that look inside."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.backend import AttentionPlan
+from rawpaged.config import SchedulerConfig
+from rawpaged.devices import open_backend
+from rawpaged.engine.engine import Engine
+from rawpaged.engine.model_runner import ModelRunner
+from rawpaged.engine.sampler import SampledToken
+from rawpaged.request import Request
+from rawpaged.sampling_params import SamplingParams
+from rawpaged.weights.checkpoint import open_checkpoint
+from rawpaged.weights.loader import load_weights
+
+TINY = Path(__file__).parent.parent / "golden" / "tiny"
+LLAMA_FAMILY = (
+    "llama",
+    "llama_tied_hd32",
+    "llama31_rope",
+    "llama_yarn",
+    "llama_mha_bias",
+    "llama_mqa",
+    "mistral_sw",
+    "qwen2",
+    "qwen3",
+)
+
+
+class RecordingRunner(ModelRunner):
+    """Keeps the bytes of every row of logits that a token was sampled from, and poisons the pool.
+
+    A block that a kernel reads where nothing was written turns logits into NaN.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logits: defaultdict[str, list[bytes]] = defaultdict(list)
+        poison = np.nan if self.backend.dtype == "float32" else 0x7FC0
+        for cache in self.kv_caches:
+            cache.keys[...] = poison
+            cache.values[...] = poison
+
+    def _sample(self, plan: AttentionPlan, requests: list[Request]) -> dict[str, SampledToken]:
+        if requests:
+            logits = self.model.compute_logits(plan.logits_rows)
+            for request, row in zip(requests, logits, strict=True):
+                self.logits[request.request_id].append(row.tobytes())
+        return super()._sample(plan, requests)
+
+
+def tiny_engine(
+    name: str = "llama",
+    *,
+    dtype: str = "float32",
+    num_blocks: int = 64,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 160,
+    num_threads: int = 1,
+    enable_prefix_caching: bool = True,
+) -> Engine:
+    """An engine over a golden checkpoint, its runner a RecordingRunner."""
+    checkpoint = open_checkpoint(str(TINY / name), progress=False)
+    backend = open_backend("cpu", dtype=dtype, num_threads=num_threads)
+    runner = RecordingRunner(
+        checkpoint.model_config,
+        load_weights(checkpoint, backend, progress=False),
+        backend,
+        num_blocks=num_blocks,
+        block_size=16,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=16,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    return Engine(config, runner)
+
+
+def recorded_logits(engine: Engine) -> dict[str, list[bytes]]:
+    """Rows of logits by request id, in order of sampling."""
+    assert isinstance(engine.runner, RecordingRunner)
+    return dict(engine.runner.logits)
+
+
+def request(request_id: str, prompt: Sequence[int], **params: Any) -> Request:
+    """A request that runs to max_tokens."""
+    given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16, **params}
+    sampling = SamplingParams(**given)
+    assert sampling.max_tokens is not None
+    return Request(
+        request_id,
+        prompt,
+        sampling,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed or 0,
+    )
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    """Output token ids by request id; blocks are checked after every step."""
+    for each in requests:
+        engine.add_request(each)
+    tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.error is None
+            if output.token_id is not None:
+                tokens[output.request_id].append(output.token_id)
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.num_used_blocks == 0
+    return tokens
+
+
+def golden(name: str) -> dict[str, npt.NDArray[Any]]:
+    """expected.npz of a tiny checkpoint."""
+    with np.load(TINY / name / "expected.npz") as arrays:
+        return dict(arrays)

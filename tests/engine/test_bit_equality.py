@@ -1,0 +1,95 @@
+"""Promise 3: what a request computes does not depend on what else runs, bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rawpaged.request import Request
+from tests.engine.helpers import recorded_logits, request, run, tiny_engine
+
+MODELS = ("llama", "mistral_sw", "qwen3")
+
+
+def requests(count: int) -> list[Request]:
+    """Requests of many lengths, greedy and sampled ones, some sharing a prefix."""
+    rng = random.Random(0)
+    shared = [rng.randrange(320) for _ in range(40)]
+    made = []
+    for i in range(count):
+        prompt = (shared if i % 3 == 0 else []) + [
+            rng.randrange(320) for _ in range(rng.randint(1, 60))
+        ]
+        params = (
+            {}
+            if i % 2
+            else {"temperature": 1.0, "seed": i, "top_p": 0.9, "frequency_penalty": 0.5}
+        )
+        made.append(request(str(i), prompt, max_tokens=10 + i % 7, **params))
+    return made
+
+
+def solo_logits(model: str, count: int, dtype: str) -> dict[str, list[bytes]]:
+    """Each request alone in an engine that computes whole prompts and caches nothing."""
+    engine = tiny_engine(
+        model, dtype=dtype, enable_prefix_caching=False, max_num_batched_tokens=128
+    )
+    for each in requests(count):
+        run(engine, [each])
+    logits = recorded_logits(engine)
+    engine.close()
+    return logits
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "engine_params",
+    [
+        {"max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 33, "num_threads": 2},
+        {"max_num_batched_tokens": 64, "num_threads": 3},
+        {"max_num_batched_tokens": 512, "num_threads": 2, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 64, "num_blocks": 10},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 5, "num_blocks": 12, "num_threads": 2},
+    ],
+    ids=str,
+)
+def test_batch_chunks_threads_hits_and_preemption(
+    model: str, dtype: str, engine_params: dict[str, int]
+) -> None:
+    for count in (2, 7, 32):
+        expected = solo_logits(model, count, dtype)
+        engine = tiny_engine(
+            model, dtype=dtype, **{"num_blocks": 300, **engine_params}  # type: ignore[arg-type]
+        )
+        run(engine, requests(count))
+        assert recorded_logits(engine) == expected
+        if count == 32:
+            assert (engine.scheduler.num_preemptions > 0) == ("num_blocks" in engine_params)
+            caches = engine_params.get("enable_prefix_caching", True)
+            assert (engine.scheduler.prefix_cache_hits > 0) == caches
+        engine.close()
+
+
+def test_a_prompt_seen_before_gives_the_same_bits() -> None:
+    engine = tiny_engine()
+    for _ in range(3):
+        run(engine, [request("a", list(range(100)), max_tokens=20)])
+    logits = recorded_logits(engine)["a"]
+    assert engine.scheduler.prefix_cache_hits == 2 * 96
+    assert logits[:20] == logits[20:40] == logits[40:]
+    engine.close()
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_thread_counts(threads: int) -> None:
+    prompt = [(7 * i) % 320 for i in range(120)]
+    rows = []
+    for num_threads in (1, threads):
+        engine = tiny_engine(num_threads=num_threads, max_num_batched_tokens=128)
+        run(engine, [request("a", prompt, max_tokens=30)])
+        rows.append(recorded_logits(engine)["a"])
+        engine.close()
+    assert rows[0] == rows[1]

@@ -1,0 +1,55 @@
+"""Shapes that every backend's ops are held against; one table, so that backends cannot drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """A ragged batch: (queries, KV length) of each request."""
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    window: int | None = None
+
+
+ATTENTION_CASES = (
+    AttentionCase("one token alone", ((1, 1),)),
+    AttentionCase("decode", ((1, 17), (1, 16), (1, 15), (1, 100))),
+    AttentionCase("whole prompts", ((33, 33), (16, 16), (1, 1))),
+    AttentionCase("chunks and single tokens", ((20, 50), (1, 70), (7, 7), (1, 2), (64, 129))),
+    AttentionCase("multi-head", ((5, 40), (1, 33)), num_heads=3, num_kv_heads=3),
+    AttentionCase("multi-query", ((5, 40), (1, 33)), num_heads=8, num_kv_heads=1),
+    AttentionCase("group of three", ((9, 40), (1, 200)), num_heads=9, num_kv_heads=3),
+    AttentionCase("group larger than a tile", ((2, 20),), num_heads=40, num_kv_heads=1),
+    AttentionCase("head size 16", ((5, 40), (1, 33)), head_dim=16),
+    AttentionCase("head size 80", ((5, 40), (1, 33)), head_dim=80),
+    AttentionCase("head size 96", ((5, 40), (1, 33)), head_dim=96),
+    AttentionCase("head size 128", ((5, 40), (1, 33)), head_dim=128),
+    AttentionCase("head size 256", ((5, 40), (1, 33)), head_dim=256),
+    AttentionCase("head size no multiple of 16", ((5, 40), (1, 33)), head_dim=100),
+    AttentionCase("block size 32", ((20, 50), (1, 70)), block_size=32),
+    AttentionCase("block size 128", ((20, 50), (1, 300)), block_size=128),
+    AttentionCase("window inside a block", ((1, 100), (30, 90)), window=5),
+    AttentionCase("window of blocks", ((1, 100), (64, 129), (1, 3)), window=32),
+    AttentionCase("window longer than all", ((1, 100), (20, 20)), window=1000),
+    AttentionCase("window of one", ((1, 40), (3, 20)), window=1),
+)
+
+LINEAR_SHAPES = (
+    # rows, in_features, out_features
+    (1, 64, 64),
+    (1, 576, 1000),
+    (2, 1, 33),
+    (3, 7, 31),
+    (4, 64, 1),
+    (7, 100, 95),
+    (8, 33, 32),
+    (13, 257, 70),
+    (64, 128, 160),
+)

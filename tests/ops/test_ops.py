@@ -1,0 +1,197 @@
+"""Each op against float64 NumPy, with unused memory poisoned."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rawpaged.backend import Backend, BatchMeta
+from rawpaged.errors import BackendError
+from tests import reference
+from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase
+
+Float32 = npt.NDArray[np.float32]
+
+
+def stored(x: Float32, dtype: str) -> Float32:
+    """x as it comes back out of memory of that type."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32) if dtype == "bfloat16" else x
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Float32:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def poisoned(backend: Backend, *shape: int) -> Float32:
+    out: Float32 = backend.empty(shape, "float32")
+    out[...] = np.nan
+    return out
+
+
+@pytest.mark.parametrize(("rows", "in_features", "out_features"), LINEAR_SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(
+    backend: Backend, rows: int, in_features: int, out_features: int, with_bias: bool
+) -> None:
+    rng = np.random.default_rng(rows)
+    x, weight = normal(rng, rows, in_features), normal(rng, out_features, in_features)
+    bias = normal(rng, out_features) if with_bias else None
+    # The row after the last must not be touched by the padding of the last panel.
+    out = poisoned(backend, rows + 1, out_features)
+    backend.linear(out[:rows], backend.upload(x), backend.pack_linear(weight, bias))
+    expected = reference.linear(x, stored(weight, backend.dtype), bias)
+    np.testing.assert_allclose(
+        backend.download(out[:rows]), expected, rtol=1e-5, atol=1e-5 * in_features**0.5
+    )
+    assert np.isnan(out[rows]).all()
+
+
+def test_embed_gives_the_stored_rows_exactly(backend: Backend) -> None:
+    rng = np.random.default_rng(0)
+    table = normal(rng, 77, 40)
+    ids = np.array([0, 76, 31, 32, 5, 5], np.int32)
+    out = poisoned(backend, 6, 40)
+    backend.embed(out, backend.upload(ids), backend.pack_linear(table, None))
+    np.testing.assert_array_equal(backend.download(out), stored(table, backend.dtype)[ids])
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 64, 100, 576])
+def test_rms_norm(backend: Backend, size: int) -> None:
+    rng = np.random.default_rng(size)
+    x, weight = normal(rng, 5, size), normal(rng, size)
+    out = poisoned(backend, 5, size)
+    backend.rms_norm(out, backend.upload(x), backend.upload(weight), 1e-5)
+    np.testing.assert_allclose(out, reference.rms_norm(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
+
+
+def test_rms_norm_of_heads_in_place(backend: Backend) -> None:
+    rng = np.random.default_rng(1)
+    qkv, weight = normal(rng, 3, 6, 32), normal(rng, 32)
+    x = backend.upload(qkv)
+    backend.rms_norm(x[:, 1:4], x[:, 1:4], backend.upload(weight), 1e-6)
+    expected = qkv.astype(np.float64)
+    expected[:, 1:4] = reference.rms_norm(qkv[:, 1:4], weight, 1e-6)
+    np.testing.assert_allclose(x, expected, rtol=2e-6, atol=1e-6)
+
+
+def test_add_rms_norm(backend: Backend) -> None:
+    rng = np.random.default_rng(2)
+    x, residual, weight = normal(rng, 70, 576), normal(rng, 70, 576), normal(rng, 576)
+    out, total = poisoned(backend, 70, 576), backend.upload(residual)
+    backend.add_rms_norm(out, backend.upload(x), total, backend.upload(weight), 1e-5)
+    np.testing.assert_array_equal(total, x + residual)
+    np.testing.assert_allclose(
+        out, reference.rms_norm(x + residual, weight, 1e-5), rtol=5e-6, atol=1e-6
+    )
+
+
+def test_rope(backend: Backend) -> None:
+    rng = np.random.default_rng(3)
+    frequencies = 100.0 ** -(np.arange(8) / 8)
+    angles = np.arange(50)[:, None] * frequencies
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    x = normal(rng, 4, 5, 16)
+    positions = np.array([0, 49, 7, 7], np.int32)
+    rotated = backend.upload(x)
+    backend.rope(rotated[:, :3], backend.upload(positions), backend.upload(table))
+    expected = x.astype(np.float64)
+    expected[:, :3] = reference.rope(x[:, :3], positions, frequencies)
+    np.testing.assert_allclose(rotated, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_silu_and_mul(backend: Backend) -> None:
+    rng = np.random.default_rng(4)
+    gate_up = 10 * normal(rng, 9, 224)
+    gate_up[0, :4] = [0.0, 1000.0, -1000.0, 88.0]
+    out = poisoned(backend, 9, 112)
+    backend.silu_and_mul(out, backend.upload(gate_up))
+    with np.errstate(over="ignore"):
+        expected = reference.silu_and_mul(gate_up)
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-30)
+
+
+def test_gather_rows(backend: Backend) -> None:
+    x = normal(np.random.default_rng(5), 9, 12)
+    out = poisoned(backend, 3, 12)
+    backend.gather_rows(out, backend.upload(x), backend.upload(np.array([8, 0, 8], np.int32)))
+    np.testing.assert_array_equal(out, x[[8, 0, 8]])
+
+
+def make_meta(case: AttentionCase, rng: np.random.Generator) -> tuple[BatchMeta, int]:
+    """The case's batch over blocks in random order, and the size of a pool with blocks to spare."""
+    needed = [-(-kv // case.block_size) for _, kv in case.lengths]
+    num_blocks = sum(needed) + 3
+    order = rng.permutation(num_blocks).astype(np.int32)
+    tables = np.zeros((len(needed), max(needed)), np.int32)
+    positions, slots, used = [], [], 0
+    for row, (count, (queries, kv)) in enumerate(zip(needed, case.lengths, strict=True)):
+        tables[row, :count] = order[used : used + count]
+        used += count
+        own = np.arange(kv - queries, kv, dtype=np.int32)
+        positions.append(own)
+        block = tables[row, own // case.block_size].astype(np.int64)
+        slots.append(block * case.block_size + own % case.block_size)
+    queries = [q for q, _ in case.lengths]
+    meta = BatchMeta(
+        token_ids=np.zeros(sum(queries), np.int32),
+        positions=np.concatenate(positions),
+        slot_mapping=np.concatenate(slots),
+        query_start_loc=np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+        seq_lens=np.array([kv for _, kv in case.lengths], np.int32),
+        block_tables=tables,
+        logits_rows=np.zeros(0, np.int32),
+    )
+    return meta, num_blocks
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+def test_paged_attention(backend: Backend, case: AttentionCase) -> None:
+    rng = np.random.default_rng(6)
+    meta, num_blocks = make_meta(case, rng)
+    cache = backend.new_kv_cache(num_blocks, case.num_kv_heads, case.head_dim, case.block_size)
+    for pool in (cache.keys, cache.values):
+        pool[...] = np.nan if backend.dtype == "float32" else 0x7FC0
+    shape = (case.num_kv_heads, case.head_dim)
+    history = []
+    for row, (queries, kv) in enumerate(case.lengths):
+        keys, values = normal(rng, kv, *shape), normal(rng, kv, *shape)
+        history.append((keys, values))
+        own = np.arange(kv)
+        block = meta.block_tables[row, own // case.block_size].astype(np.int64)
+        slots = block * case.block_size + own % case.block_size
+        old = kv - queries
+        backend.store_kv(cache, keys[:old], values[:old], slots[:old])
+    new = [
+        np.concatenate([kv[part][len(kv[part]) - q :] for kv, (q, _) in zip(history, case.lengths)])
+        for part in (0, 1)
+    ]
+    backend.store_kv(cache, new[0], new[1], meta.slot_mapping)
+
+    q = normal(rng, len(meta.token_ids), case.num_heads, case.head_dim)
+    plan = backend.plan(meta, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)
+    out = poisoned(backend, *q.shape)
+    scale = case.head_dim**-0.5
+    backend.paged_attention(out, q, cache, plan, scale=scale, sliding_window=case.window)
+
+    for row, (queries, kv) in enumerate(case.lengths):
+        begin, end = meta.query_start_loc[row : row + 2]
+        keys, values = (stored(part, backend.dtype) for part in history[row])
+        expected = reference.attention(
+            q[begin:end], keys, values, kv - queries, scale, case.window
+        )
+        np.testing.assert_allclose(out[begin:end], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_block_size_that_the_kernels_cannot_take(backend: Backend) -> None:
+    with pytest.raises(BackendError, match="block_size=8"):
+        backend.new_kv_cache(4, 1, 16, 8)
+
+
+def test_shapes_that_do_not_fit_are_refused(backend: Backend) -> None:
+    x = backend.empty((2, 8), "float32")
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        backend.linear(x, x, backend.pack_linear(np.ones((8, 9), np.float32), None))
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        backend.silu_and_mul(x, x)
