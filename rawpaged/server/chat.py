@@ -42,7 +42,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """The next turn of a conversation, `n` samples of it."""
     context = request.app[CONTEXT]
     body = parse_body(await read_body(request), ChatRequest, NEUTRAL_CHAT_VALUES)
-    request_id = name_request(request, "chatcmpl", body)
+    request_id = name_request("chatcmpl", body)
     model = context.check_model(body.model)
     with context.admission.job():
         params = chat_params(body)

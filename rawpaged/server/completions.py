@@ -39,7 +39,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Samples for one prompt or a batch of them; choice `prompt_index * n + i` is sample i."""
     context = request.app[CONTEXT]
     body = parse_body(await read_body(request), CompletionRequest, NEUTRAL_VALUES)
-    request_id = name_request(request, "cmpl", body)
+    request_id = name_request("cmpl", body)
     model = context.check_model(body.model)
     with context.admission.job():
         params = completion_params(body)

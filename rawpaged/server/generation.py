@@ -5,39 +5,37 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 
-from aiohttp import web
-
 from rawpaged.errors import InvalidRequestError
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.server.admission import merge
 from rawpaged.server.context import ServerContext
-from rawpaged.server.middleware import REQUEST_ID, REQUEST_ID_PATTERN, USER
+from rawpaged.server.labels import REQUEST_ID_PATTERN, current_labels
 from rawpaged.server.protocol import GenerationRequest
 
 MAX_USER_LENGTH = 512
 
 
-def name_request(request: web.Request, prefix: str, body: GenerationRequest) -> str:
+def name_request(prefix: str, body: GenerationRequest) -> str:
     """The response's id; takes over `request_id` and `user` of the body for header and log.
 
     Raises InvalidRequestError for labels that no log line should hold.
     """
+    labels = current_labels.get()
     if body.request_id is not None:
         if not REQUEST_ID_PATTERN.fullmatch(body.request_id):
             raise InvalidRequestError(
                 "request_id must be 1 to 128 letters, digits and characters of `._:-`",
                 "request_id",
             )
-        request[REQUEST_ID] = body.request_id
+        labels.request_id = body.request_id
     if body.user is not None:
         if len(body.user) > MAX_USER_LENGTH:
             raise InvalidRequestError(
                 f"user has {len(body.user)} characters, the limit is {MAX_USER_LENGTH}", "user"
             )
-        request[USER] = body.user
-    request_id: str = request[REQUEST_ID]
-    return f"{prefix}-{request_id}"
+        labels.user = body.user
+    return f"{prefix}-{labels.request_id}"
 
 
 def validate_all(

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import hmac
 import logging
-import re
 import time
-import uuid
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rawpaged.server.context import CONTEXT
 from rawpaged.server.errors import HttpError, to_http_error
+from rawpaged.server.labels import current_labels, start_labels
 
 access_logger = logging.getLogger("rawpaged.server.access")
 
-REQUEST_ID = "request_id"
-USER = "user"
-REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 OPEN_PATHS = ("/health", "/metrics")
 CLIENT_CLOSED_REQUEST = 499
 
@@ -26,8 +22,7 @@ CLIENT_CLOSED_REQUEST = 499
 @web.middleware
 async def log_access(request: web.Request, handler: Handler) -> web.StreamResponse:
     """One line for each request when it has ended; 499 when the client went away first."""
-    sent_id = request.headers.get("X-Request-Id", "")
-    request[REQUEST_ID] = sent_id if REQUEST_ID_PATTERN.fullmatch(sent_id) else uuid.uuid4().hex
+    labels = start_labels(request.headers.get("X-Request-Id", ""))
     started = time.monotonic()
     status = CLIENT_CLOSED_REQUEST
     try:
@@ -42,8 +37,8 @@ async def log_access(request: web.Request, handler: Handler) -> web.StreamRespon
             request.rel_url.raw_path,
             status,
             time.monotonic() - started,
-            request[REQUEST_ID],
-            f" user={request[USER]!r}" if USER in request else "",
+            labels.request_id,
+            "" if labels.user is None else f" user={labels.user!r}",
         )
 
 
@@ -81,5 +76,4 @@ async def check_api_key(request: web.Request, handler: Handler) -> web.StreamRes
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler: name the request in the response's headers, streams included."""
-    if REQUEST_ID in request:
-        response.headers["X-Request-Id"] = request[REQUEST_ID]
+    response.headers["X-Request-Id"] = current_labels.get().request_id

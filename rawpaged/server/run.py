@@ -16,8 +16,10 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Benchmarks open a thousand connections at once."""
-ABORT_GRACE_SECONDS = 5.0
+ABORT_GRACE_SECONDS = 3.0
 """For writing the last output of aborted requests to their clients."""
+FLUSH_GRACE_SECONDS = 1.0
+"""For what is written to leave this process."""
 
 
 def run_server(
@@ -75,7 +77,7 @@ async def serve_forever(
         await stop.wait()
         await _drain(app, hurry, shutdown_timeout)
     finally:
-        await runner.cleanup()
+        await _close(runner)
 
 
 async def _run_with_signals(
@@ -129,6 +131,21 @@ async def _wait_for_any(events: list[asyncio.Event], timeout: float) -> None:
     await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+
+
+async def _close(runner: web.AppRunner) -> None:
+    """Stop listening and close every connection, also one whose client does not read."""
+    connections = runner.server.connections if runner.server is not None else []
+    transports = [c.transport for c in connections if isinstance(c.transport, asyncio.Transport)]
+    await runner.cleanup()
+    for _ in range(20):
+        if not any(transport.get_write_buffer_size() for transport in transports):
+            break
+        await asyncio.sleep(FLUSH_GRACE_SECONDS / 20)
+    for transport in transports:
+        transport.abort()
+    # A transport closes its socket in the next turn of the loop.
+    await asyncio.sleep(0)
 
 
 def _base_url(runner: web.AppRunner) -> str:
