@@ -26,7 +26,8 @@ Message = Mapping[str, Any]
 class LLM:
     """One model, loaded by the constructor; calls may come from any thread.
 
-    `flags` are the fields of EngineConfig, which are `rawpaged serve`'s flags. `close()`, or
+    `flags` are the fields of EngineConfig, which are `rawpaged serve`'s flags; a whole
+    EngineConfig may stand for model and flags. `close()`, or
     leaving the context manager, frees the memory. Raises ConfigError, CheckpointError and
     BackendError.
 
@@ -34,8 +35,11 @@ class LLM:
             print(llm.generate("The capital of France is")[0].outputs[0].text)
     """
 
-    def __init__(self, model: str, **flags: Any) -> None:
-        self.config = EngineConfig(model=model, **flags)
+    def __init__(self, model: str | EngineConfig, **flags: Any) -> None:
+        if isinstance(model, EngineConfig):
+            self.config = replace(model, **flags)
+        else:
+            self.config = EngineConfig(model=model, **flags)
         loaded = load_engine(self.config)
         self.model_config = loaded.model_config
         self.tokenizer = loaded.tokenizer

@@ -17,8 +17,8 @@ from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.output_processor import OutputProcessor
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.warm_up import warm_up
-from rawpaged.errors import CheckpointError
 from rawpaged.models.config import ModelConfig
+from rawpaged.tokenization.chat_template import read_chat_template
 from rawpaged.tokenization.gguf_tokenizer import load_tokenizer_from_gguf
 from rawpaged.tokenization.tokenizer import Tokenizer, load_tokenizer_from_directory
 from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint, read_model_config
@@ -95,7 +95,7 @@ def plan_only(config: EngineConfig) -> tuple[ModelConfig, MemoryPlan]:
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     """The chosen tokenizer, the checkpoint's own, or None if it has none."""
-    template = _chat_template(config)
+    template = None if config.chat_template is None else read_chat_template(config.chat_template)
     if config.tokenizer is not None:
         return load_tokenizer_from_directory(Path(config.tokenizer), chat_template=template)
     if checkpoint.gguf_metadata is not None:
@@ -106,14 +106,3 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
         )
     logger.warning("%s has no tokenizer.json: prompts must be token ids", config.model)
     return None
-
-
-def _chat_template(config: EngineConfig) -> str | None:
-    """The template's text: read from the file that the flag names, or the flag itself."""
-    given = config.chat_template
-    if given is None or "{%" in given or "{{" in given:
-        return given
-    path = Path(given)
-    if not path.is_file():
-        raise CheckpointError(f"chat_template={given!r} is neither a file nor a Jinja template")
-    return path.read_text(encoding="utf-8")

