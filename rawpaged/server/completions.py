@@ -172,10 +172,11 @@ class CompletionAnswer:
         return choice
 
     def _prompt_text(self, prompt: Prompt) -> str:
+        """The prompt as it was sent, special tokens among token ids spelled out."""
         tokenizer = self.context.engine.tokenizer
         if prompt.text is not None or tokenizer is None:
             return prompt.text or ""
-        return tokenizer.decode(prompt.token_ids)
+        return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def _logprobs(
         self, index: int, prompt_index: int, sample: CompletionOutput

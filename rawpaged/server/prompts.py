@@ -15,18 +15,6 @@ INLINE_CHARACTERS = 4096
 """Text up to this long is tokenized at once; longer text goes to a thread, so that streams of
 other clients go on meanwhile."""
 
-RESERVED_TEMPLATE_NAMES = frozenset(
-    (
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-    )
-)
-
 T = TypeVar("T")
 
 
@@ -88,19 +76,11 @@ async def encode_chat(
     continue_final_message: bool | None,
     chat_template_kwargs: dict[str, Any] | None,
 ) -> list[int]:
-    """Token ids of a rendered conversation; raises InvalidRequestError for one with no messages."""
+    """Token ids of a rendered conversation, by default up to where the assistant speaks.
+
+    Raises InvalidRequestError for what the tokenizer or the model's template refuses.
+    """
     tokenizer = context.require_tokenizer("messages")
-    if not messages:
-        raise InvalidRequestError("messages is empty", "messages")
-    if continue_final_message and add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message excludes add_generation_prompt", "continue_final_message"
-        )
-    if reserved := RESERVED_TEMPLATE_NAMES.intersection(chat_template_kwargs or ()):
-        raise InvalidRequestError(
-            f"chat_template_kwargs must not set {', '.join(sorted(reserved))}",
-            "chat_template_kwargs",
-        )
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     turns = [message.for_template() for message in messages]
@@ -113,7 +93,7 @@ async def encode_chat(
             chat_template_kwargs=chat_template_kwargs,
         )
 
-    return await _run(encode, sum(len(turn["content"]) for turn in turns))
+    return await _run(encode, sum(message.num_characters for message in messages))
 
 
 async def _run(function: Callable[[], T], num_characters: int) -> T:

@@ -98,14 +98,19 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function_call: None = None
     tool_calls: None = None
 
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it; text parts are joined by line breaks."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+    @property
+    def num_characters(self) -> int:
+        if isinstance(self.content, str):
+            return len(self.content)
+        return sum(len(part.text) for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as the tokenizer takes it, without the fields that are null."""
         # OpenAI renamed the system role; the templates of open models know the old name.
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": self.content}
+        if not isinstance(self.content, str):
+            message["content"] = [{"type": "text", "text": part.text} for part in self.content]
         for name in ("name", "reasoning_content"):
             value = getattr(self, name)
             if value is not None:

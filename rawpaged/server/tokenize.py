@@ -67,7 +67,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of token ids."""
+    """The text of token ids, special tokens shown."""
     context = request.app[CONTEXT]
     body = parse_body(await read_body(request), DetokenizeRequest)
     context.check_model(body.model)
@@ -77,6 +77,7 @@ async def detokenize(request: web.Request) -> web.Response:
             raise InvalidRequestError(
                 f"token id {token_id} is not between 0 and {vocab_size - 1}", "tokens"
             )
+    tokenizer = context.require_tokenizer("tokens")
     return json_response(
-        DetokenizeResponse(context.require_tokenizer("tokens").decode(body.tokens))
+        DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False))
     )

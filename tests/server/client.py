@@ -6,6 +6,7 @@ import http.client
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPMessage
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 @dataclass
 class Answer:
     status: int
-    headers: Mapping[str, str]
+    headers: HTTPMessage
     body: bytes
 
     @property

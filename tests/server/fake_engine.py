@@ -27,8 +27,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(t for t in token_ids if t != BOS).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        bos = b"" if skip_special_tokens else b"<s>"
+        return b"".join(bos if t == BOS else bytes([t]) for t in token_ids).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
         return "<s>" if token_id == BOS else bytes([token_id]).decode(errors="replace")
@@ -41,7 +42,15 @@ class FakeTokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        turns = [f"{message['role']}:{message['content']}" for message in messages]
+        if not messages:
+            raise InvalidRequestError("messages is empty", "messages")
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message excludes add_generation_prompt", "continue_final_message"
+            )
+        if {"messages", "add_generation_prompt"} & set(chat_template_kwargs or ()):
+            raise InvalidRequestError("reserved name", "chat_template_kwargs")
+        turns = [f"{message['role']}:{_text(message['content'])}" for message in messages]
         text = "".join(f"{turn}\n" for turn in turns)
         if continue_final_message:
             text = text.removesuffix("\n")
@@ -49,6 +58,12 @@ class FakeTokenizer:
             text += "assistant:"
         suffix = (chat_template_kwargs or {}).get("suffix", "")
         return self.encode(f"{text}{suffix}")
+
+
+def _text(content: str | list[dict[str, str]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
 
 
 class FakeEngine:

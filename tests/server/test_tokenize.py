@@ -33,7 +33,7 @@ def test_text(server: Server) -> None:
 
 def test_chat(server: Server) -> None:
     tokens = tokenize(server, messages=MESSAGES, continue_final_message=True).json["tokens"]
-    assert detokenize(server, tokens=tokens).json == {"prompt": "user:a"}
+    assert detokenize(server, tokens=tokens).json == {"prompt": "<s>user:a"}
 
 
 @pytest.mark.parametrize(
