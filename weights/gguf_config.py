@@ -90,11 +90,7 @@ def parse_gguf_config(metadata: Mapping[str, object], tensors: GGUFTensors) -> M
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=tensors.dtype,
         bos_token_id=_token_id(general, "bos_token_id", vocab_size),
-        eos_token_ids=frozenset(
-            token_id
-            for key in EOS_KEYS
-            if (token_id := _token_id(general, key, vocab_size)) is not None
-        ),
+        eos_token_ids=_eos_token_ids(general, vocab_size),
     )
 
 
@@ -164,6 +160,11 @@ def _sliding_windows(
 def _token_id(general: Fields, key: str, vocab_size: int) -> int | None:
     key = f"tokenizer.ggml.{key}"
     return general.integer(key, 0, vocab_size - 1) if general.has(key) else None
+
+
+def _eos_token_ids(general: Fields, vocab_size: int) -> frozenset[int]:
+    ids = (_token_id(general, key, vocab_size) for key in EOS_KEYS)
+    return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 def _rope(
