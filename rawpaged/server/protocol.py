@@ -223,6 +223,9 @@ def parse_body(
         return msgspec.convert(fields, request_type, str_keys=True)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
+    except _OVERFLOWS:
+        culprit = _find_overflow(fields, request_type)
+        raise InvalidRequestError(f"{culprit}: number out of range", culprit) from None
 
 
 @contextmanager
@@ -254,6 +257,21 @@ def _decode_fields(body: bytes) -> dict[str, Any]:
         where = f"`{name[:100]}`" if name is not None else "the body"
         raise InvalidRequestError(f"{where} is not valid JSON here: {error}", name) from None
     return fields
+
+
+# What releases of msgspec raise for an integer beyond the range of floats where a float belongs.
+_OVERFLOWS = (OverflowError, SystemError)
+
+
+def _find_overflow(fields: Mapping[str, Any], request_type: type[msgspec.Struct]) -> str | None:
+    for field in msgspec.structs.fields(request_type):
+        try:
+            msgspec.convert(fields.get(field.name), field.type, str_keys=True)
+        except _OVERFLOWS:
+            return field.name
+        except msgspec.ValidationError:
+            continue
+    return None
 
 
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")

@@ -271,6 +271,7 @@ def test_bodies_that_are_no_json_object(server: Server, path: str, body: bytes) 
         ("-1e999", "temperature"),
         ("1" + "0" * 400, "temperature"),
         ("1" + "0" * 5000, "n"),
+        ('{"5": 1' + "0" * 400 + "}", "logit_bias"),
     ],
 )
 def test_monstrous_values_are_refused_by_name(server: Server, value: str, name: str) -> None:
