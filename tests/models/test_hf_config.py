@@ -72,7 +72,7 @@ def test_mistral_defaults() -> None:
     assert parsed.max_position_embeddings == 131072
     assert parsed.sliding_windows == (4096,) * 3
     assert (parsed.bos_token_id, parsed.eos_token_ids) == (1, frozenset({2}))
-    assert not (parsed.qkv_bias or parsed.o_bias or parsed.mlp_bias or parsed.qk_norm)
+    assert not any((parsed.qkv_bias, parsed.o_bias, parsed.mlp_bias, parsed.qk_norm))
 
 
 def test_qwen2_defaults() -> None:
@@ -81,7 +81,7 @@ def test_qwen2_defaults() -> None:
     assert parsed.head_dim == 16
     assert parsed.max_position_embeddings == 32768
     assert parsed.qkv_bias
-    assert not (parsed.o_bias or parsed.mlp_bias or parsed.qk_norm or parsed.tie_word_embeddings)
+    assert not any((parsed.o_bias, parsed.mlp_bias, parsed.qk_norm, parsed.tie_word_embeddings))
     assert parsed.sliding_windows == (None,) * 3
     assert (parsed.bos_token_id, parsed.eos_token_ids) == (None, frozenset())
     assert parsed.rope == RopeConfig()
@@ -91,7 +91,7 @@ def test_qwen3_defaults() -> None:
     parsed = parse("Qwen3ForCausalLM")
     assert parsed.head_dim == 128
     assert parsed.qk_norm
-    assert not (parsed.qkv_bias or parsed.o_bias or parsed.mlp_bias)
+    assert not any((parsed.qkv_bias, parsed.o_bias, parsed.mlp_bias))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
