@@ -157,6 +157,12 @@ def test_continue_final_message_cuts_at_the_last_message(chat: Tokenizer) -> Non
         messages, add_generation_prompt=False, continue_final_message=True
     )
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHi"
+    tag = "CONTINUE_FINAL_MESSAGE_TAG "
+    messages = [{"role": "user", "content": tag}, {"role": "assistant", "content": "Hi" + tag}]
+    text = chat.apply_chat_template(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert text.endswith("assistant\nHi" + tag), "a message cannot move the cut"
     error = refusal(chat, messages, continue_final_message=True)
     assert error.param == "continue_final_message"
     for last in ({"role": "assistant"}, {"role": "assistant", "content": None}):

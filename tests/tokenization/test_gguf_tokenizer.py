@@ -109,8 +109,20 @@ def test_sentencepiece_special_tokens_in_text(spm: Tokenizer, spm_table: dict[st
     assert spm.decode([1, the, 2], skip_special_tokens=False) == "<s> the</s>"
 
 
-def test_byte_and_control_tokens_are_not_made_from_text(spm: Tokenizer) -> None:
-    assert spm._backend.token_to_id("<0x41>") not in spm.encode("<0x41>")
+def test_byte_tokens_are_not_made_from_text_nor_unknown_letters_kept_apart() -> None:
+    tokens = ["<unk>", "<s>", "</s>", "<0x41>", "<", "0", "x", "4", "1", ">", "41>", "<0x"]
+    tokens += ["<0", "41"]
+    metadata = {
+        BASE + "model": "llama",
+        BASE + "tokens": tokens,
+        BASE + "scores": [0.0] * 4 + [-float(rank) for rank in range(len(tokens) - 4)],
+        BASE + "token_type": [2, 3, 3, 6] + [1] * (len(tokens) - 4),
+        BASE + "add_bos_token": False,
+        BASE + "add_space_prefix": False,
+    }
+    tokenizer = load_tokenizer_from_gguf(metadata)
+    assert tokenizer.encode("<0x41>") == [tokens.index("<0x"), tokens.index("41>")]
+    assert tokenizer.encode("0??1") == [tokens.index("0"), 0, tokens.index("1")]
 
 
 def test_byte_level_equals_the_tokenizer_it_was_made_from(
@@ -169,6 +181,15 @@ def test_words_are_split_as_the_family_does(
     splitter = load_tokenizer_from_gguf(gpt2_metadata)._backend.pre_tokenizer
     spans = [span for _, span in splitter.pre_tokenize_str(text)]
     assert [text[start:end] for start, end in spans] == words
+
+
+def test_qwen_composes_characters(gpt2_metadata: dict[str, Any]) -> None:
+    composed, decomposed = "d\u00e9j\u00e0", "de\u0301ja\u0300"
+    plain = load_tokenizer_from_gguf(gpt2_metadata)
+    assert plain.encode(composed) != plain.encode(decomposed)
+    gpt2_metadata[BASE + "pre"] = "qwen2"
+    qwen = load_tokenizer_from_gguf(gpt2_metadata)
+    assert qwen.encode(composed) == qwen.encode(decomposed)
 
 
 def test_single_digit_split_equals_the_published_form(gpt2_metadata: dict[str, Any]) -> None:
