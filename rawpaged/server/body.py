@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from aiohttp import web
 
 from rawpaged.server.context import CONTEXT
 from rawpaged.server.errors import HttpError
 
+BODY_TIMEOUT_SECONDS = 60.0
+
 
 async def read_body(request: web.Request) -> bytes:
     """The whole body, whatever its content type.
 
-    Raises HttpError 415 for a compressed one, which could unfold to any size, and
-    HTTPRequestEntityTooLarge.
+    Raises HTTPRequestEntityTooLarge, and HttpError: 415 for a compressed one, which could unfold
+    to any size, 400 for a broken one, 408 for one that does not arrive within
+    BODY_TIMEOUT_SECONDS.
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
@@ -21,7 +26,12 @@ async def read_body(request: web.Request) -> bytes:
     limit = request.app[CONTEXT].max_body_bytes
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(limit, request.content_length)
-    return await request.read()
+    try:
+        return await asyncio.wait_for(request.read(), BODY_TIMEOUT_SECONDS)
+    except asyncio.TimeoutError:
+        raise HttpError(408, f"the body took over {BODY_TIMEOUT_SECONDS:g} s to arrive") from None
+    except web.RequestPayloadError as error:
+        raise HttpError(400, f"the body is broken: {error}") from error
 
 
 def json_response(body: msgspec.Struct, *, status: int = 200) -> web.Response:

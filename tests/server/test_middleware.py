@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 
 import openai
 import pytest
 
 from rawpaged.errors import ConfigError, EngineClosedError
+from rawpaged.server import body
 from rawpaged.server.app import create_app
 from rawpaged.server.metrics import PrometheusStats
 from tests.server.client import chat, complete, send
@@ -91,6 +93,17 @@ def test_chunked_body_over_the_limit() -> None:
         assert answer.error["message"]
 
 
+def test_body_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_SECONDS", 0.1)
+    with serve() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+            )
+            assert connection.recv(12) == b"HTTP/1.1 408"
+
+
 def test_compressed_body(server: Server) -> None:
     answer = send(
         server.url, "POST", "/v1/completions", b"\x1f\x8bnonsense", {"Content-Encoding": "gzip"}
@@ -164,9 +177,9 @@ def test_request_id_names_the_answer(server: Server) -> None:
 def test_access_log_tells_what_happened_and_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rawpaged.server.access")
     with serve(api_key="secret") as server:
-        body = {"model": "fake", "prompt": "confidential", "user": "a\nb", "request_id": "mine"}
+        sent = {"model": "fake", "prompt": "confidential", "user": "a\nb", "request_id": "mine"}
         headers = {"Authorization": "Bearer secret"}
-        send(server.url, "POST", "/v1/completions", body, headers)
+        send(server.url, "POST", "/v1/completions", sent, headers)
         send(server.url, "GET", "/a%0Ab?key=secret", headers=headers)
     first, second = [r.getMessage() for r in caplog.records if r.name == "rawpaged.server.access"]
     assert first.startswith("POST /v1/completions 200 ")
