@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,13 @@ def test_wrong_value_in_a_chat(server: Server, name: str, value: Any) -> None:
 def test_the_tables_cover_every_field() -> None:
     assert set(COMPLETION_WRONG_VALUES) == set(CompletionRequest.__struct_fields__)
     assert set(CHAT_WRONG_VALUES) == set(ChatRequest.__struct_fields__)
+
+
+def test_every_field_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    fields = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+    for name in {*fields, *NEUTRAL_CHAT_VALUES}:
+        assert f"`{name}`" in text, name
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
