@@ -49,7 +49,8 @@ def byte_size(text: str) -> int:
     try:
         size = int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; say 4000000, 50GB or 4GiB") from None
+        message = f"{text!r} is no size; say 4000000, 50GB or 4GiB"
+        raise argparse.ArgumentTypeError(message) from None
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least one byte")
     return size

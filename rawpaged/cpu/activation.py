@@ -12,10 +12,12 @@ _MOST = np.float32(80.0)
 
 
 @kernel
-def silu_and_mul_rows(out, gate_up, start, stop):  # type: ignore[no-untyped-def]
+def silu_and_mul_rows(out, gate_up, start, stop):
     """out[t] = gate / (1 + exp(-gate)) * up, with gate_up[t] = [gate | up]."""
     size = out.shape[1]
     for t in range(start, stop):
+        gate = gate_up[t, :size]
+        up = gate_up[t, size:]
+        target = out[t]
         for i in range(size):
-            gate = gate_up[t, i]
-            out[t, i] = gate / (_ONE + exp(min(-gate, _MOST))) * gate_up[t, size + i]
+            target[i] = gate[i] / (_ONE + exp(min(-gate[i], _MOST))) * up[i]

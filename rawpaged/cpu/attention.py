@@ -18,7 +18,7 @@ from numba import njit
 
 from rawpaged.backend import BatchMeta
 from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.floats import exp
+from rawpaged.cpu.floats import exp, sum_of
 from rawpaged.cpu.tiles import accumulate
 
 TILE_ROWS = 32
@@ -59,33 +59,25 @@ def split_work(
 
 
 @njit(nogil=True)
-def _softmax_weights(row, low, high):  # type: ignore[no-untyped-def]
-    """row[low:high] = exp(row - max), zeros elsewhere; returns the sum of row[low:high].
+def _softmax_weights(row, low, high):
+    """row[low:high] = exp(row - max), zeros elsewhere; returns their sum.
 
-    Sums run in eight chains by position, since a request's own origin never moves a position
-    across chains: origins are multiples of the block size.
+    The row starts at a multiple of the block size, so that a position's chain in the sum does
+    not depend on the tile.
     """
-    most = row[low]
-    for i in range(low + 1, high):
-        most = max(most, row[i])
-    for i in range(low):
-        row[i] = _ZERO
-    for i in range(low, high):
-        row[i] = exp(row[i] - most)
-    for i in range(high, row.shape[0]):
-        row[i] = _ZERO
-    sums = np.zeros(8, np.float32)
-    whole = high - high % 8
-    for i in range(0, whole, 8):
-        for j in range(8):
-            sums[j] += row[i + j]
-    for i in range(whole, high):
-        sums[i - whole] += row[i]
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
+    seen = row[low:high]
+    most = seen[0]
+    for i in range(seen.shape[0]):
+        most = max(most, seen[i])
+    for i in range(seen.shape[0]):
+        seen[i] = exp(seen[i] - most)
+    row[:low] = _ZERO
+    row[high:] = _ZERO
+    return sum_of(row[:high])
 
 
 @kernel
-def attention_tasks(  # type: ignore[no-untyped-def]
+def attention_tasks(
     out,  # f32[num_tokens, num_heads, head_dim]
     q,  # f32[num_tokens, num_heads, head_dim]
     cache_keys,
@@ -121,8 +113,10 @@ def attention_tasks(  # type: ignore[no-untyped-def]
 
         for t in range(first, last):
             for g in range(group):
+                source = q[t, head * group + g]
+                target = queries[(t - first) * group + g]
                 for i in range(head_dim):
-                    queries[(t - first) * group + g, i] = q[t, head * group + g, i] * scale
+                    target[i] = source[i] * scale
         # scores[row, position - origin] for positions in [origin, last_block * block_size)
         origin = first_block * block_size
         scores[:rows, : last_block * block_size - origin] = _ZERO
@@ -168,5 +162,7 @@ def attention_tasks(  # type: ignore[no-untyped-def]
             for g in range(group):
                 row = (t - first) * group + g
                 inverse = _ONE / sums[row]
+                source = weighted[row]
+                target = out[t, head * group + g]
                 for i in range(head_dim):
-                    out[t, head * group + g, i] = weighted[row, i] * inverse
+                    target[i] = source[i] * inverse

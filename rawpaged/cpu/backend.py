@@ -12,6 +12,7 @@ from rawpaged.backend import (
     AttentionPlan,
     BatchMeta,
     KVCache,
+    LinearWeight,
     LogitEdits,
     SamplingRows,
     TokenLogprobRows,
@@ -100,9 +101,10 @@ class CpuBackend:
 
     # Ops
 
-    def embed(self, out: Float32, token_ids: npt.NDArray[np.int32], table: PackedLinear) -> None:
-        _check(out.shape == (len(token_ids), table.in_features), out=out, token_ids=token_ids)
-        self._rows(embed_rows, out, out, token_ids, table.panels)
+    def embed(self, out: Float32, token_ids: npt.NDArray[np.int32], table: LinearWeight) -> None:
+        packed = _packed(table)
+        _check(out.shape == (len(token_ids), packed.in_features), out=out, token_ids=token_ids)
+        self._rows(embed_rows, out, out, token_ids, packed.panels)
 
     def rms_norm(self, out: Float32, x: Float32, weight: Float32, eps: float) -> None:
         _check(out.shape == x.shape and weight.shape == x.shape[-1:], out=out, x=x, weight=weight)
@@ -122,15 +124,16 @@ class CpuBackend:
         )
         self._rows(add_rms_norm_rows, out, out, x, residual, weight, eps)
 
-    def linear(self, out: Float32, x: Float32, weight: PackedLinear) -> None:
+    def linear(self, out: Float32, x: Float32, weight: LinearWeight) -> None:
+        packed = _packed(weight)
+        panels = packed.panels
         _check(
-            x.shape[1] == weight.in_features and out.shape == (len(x), weight.out_features),
+            x.shape[1] == packed.in_features and out.shape == (len(x), packed.out_features),
             out=out,
             x=x,
-            panels=weight.panels,
+            panels=panels,
         )
-        panels = weight.panels
-        self._team.run(linear_panels, len(panels), out, x, panels, weight.bias, grain=2)
+        self._team.run(linear_panels, len(panels), out, x, panels, packed.bias, grain=2)
 
     def rope(self, x: Float32, positions: npt.NDArray[np.int32], cos_sin: Float32) -> None:
         _check(
@@ -247,6 +250,13 @@ class CpuBackend:
             return
         grain = max(1, _GRAIN * count // sized.size)
         self._team.run(kernel, count, *args, grain=grain)
+
+
+def _packed(weight: LinearWeight) -> PackedLinear:
+    """The weight as this backend packs it."""
+    if not isinstance(weight, PackedLinear):
+        raise TypeError(f"a {type(weight).__name__} was packed by another backend")
+    return weight
 
 
 def _check(condition: bool, **arrays: npt.NDArray[Any]) -> None:

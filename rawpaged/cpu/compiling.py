@@ -10,14 +10,12 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numba.core.config
 
 from rawpaged.cache_dir import cache_dir
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _kernel_cache_dir() -> str:
@@ -30,19 +28,22 @@ def _kernel_cache_dir() -> str:
 _CACHE_DIR = os.environ.get("NUMBA_CACHE_DIR") or _kernel_cache_dir()
 
 
-def kernel(function: Function) -> Function:
+def kernel(function: Callable[..., None]) -> Callable[..., None]:
     """Compile on first call without the GIL, and keep the machine code for the next process.
 
     No fast-math: sums keep the order they are written in and products are not fused, so that
-    vectorised and scalar parts of a loop give equal bits.
+    vectorised and scalar parts of a loop give equal bits. Division by zero gives inf or NaN, as
+    a check in the loop would keep it from vectorising.
     """
-    dispatcher = numba.njit(nogil=True)(function)
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     # The cache's place is read from the global setting at this moment only; a program that
     # uses numba for itself keeps its own.
-    before = numba.core.config.CACHE_DIR
-    numba.core.config.CACHE_DIR = _CACHE_DIR
+    config: Any = numba.core.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = _CACHE_DIR
     try:
         dispatcher.enable_caching()
     finally:
-        numba.core.config.CACHE_DIR = before
-    return dispatcher  # type: ignore[no-any-return]
+        config.CACHE_DIR = before
+    compiled: Callable[..., None] = dispatcher
+    return compiled

@@ -1,4 +1,8 @@
-"""Scalar helpers for njit code that LLVM turns into vector code: bfloat16 and exp."""
+"""Helpers for njit code that LLVM turns into vector code: bfloat16, exp, sums.
+
+Loops vectorise only where every index is plainly a loop variable from 0: `row[low:high]` and then
+`part[i]`, never `row[low + i]`, whose sign Numba would have to look at.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ _LN2_LOW = np.float32(1.42860677e-6)
 _LOWEST = np.float32(-87.0)
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
+_CHAINS = 16
 # Minimax polynomial for (exp(r) - 1 - r) / r^2 on [-ln2/2, ln2/2] (Cephes expf).
 _C0 = np.float32(1.9875691500e-4)
 _C1 = np.float32(1.3981999507e-3)
@@ -24,7 +29,7 @@ _C5 = np.float32(5.0000001201e-1)
 
 
 @njit(nogil=True, inline="always")
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     """e**x for float32 x <= 80, within 2 ulp above -87; about 1e-38 below."""
     x = max(x, _LOWEST)
     n = np.floor(x * _LOG2_E + _HALF)
@@ -36,13 +41,56 @@ def exp(x):  # type: ignore[no-untyped-def]
     return p * power.view(np.float32)
 
 
+@njit(nogil=True)
+def sum_of(row):
+    """Sum of a float32 row in sixteen chains, element i in chain i % 16."""
+    size = row.shape[0]
+    whole = size - size % _CHAINS
+    sums = np.zeros(_CHAINS, np.float32)
+    table = row[:whole].reshape((whole // _CHAINS, _CHAINS))
+    for i in range(table.shape[0]):
+        for j in range(_CHAINS):
+            sums[j] += table[i, j]
+    rest = row[whole:]
+    for i in range(rest.shape[0]):
+        sums[i] += rest[i]
+    return _fold(sums)
+
+
+@njit(nogil=True)
+def sum_of_squares(row):
+    """Like sum_of, of squares."""
+    size = row.shape[0]
+    whole = size - size % _CHAINS
+    sums = np.zeros(_CHAINS, np.float32)
+    table = row[:whole].reshape((whole // _CHAINS, _CHAINS))
+    for i in range(table.shape[0]):
+        for j in range(_CHAINS):
+            sums[j] += table[i, j] * table[i, j]
+    rest = row[whole:]
+    for i in range(rest.shape[0]):
+        sums[i] += rest[i] * rest[i]
+    return _fold(sums)
+
+
+@njit(nogil=True)
+def _fold(sums):
+    """Sum of sixteen, as a balanced tree."""
+    width = _CHAINS
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            sums[j] += sums[width + j]
+    return sums[0]
+
+
 def as_float32(x: Any) -> Any:
     """The value of a stored element: float32 as it is, bfloat16 held in uint16 widened."""
     raise TypeError("as_float32 is for compiled code")
 
 
 @overload(as_float32, inline="always")
-def _as_float32(x):  # type: ignore[no-untyped-def]
+def _as_float32(x):
     if x == types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return lambda x: x
@@ -54,10 +102,10 @@ def stored_like(x: Any, array: Any) -> Any:
 
 
 @overload(stored_like, inline="always")
-def _stored_like(x, array):  # type: ignore[no-untyped-def]
+def _stored_like(x, array):
     if array.dtype == types.uint16:
 
-        def to_bfloat16(x, array):  # type: ignore[no-untyped-def]
+        def to_bfloat16(x, array):
             bits = np.float32(x).view(np.uint32)
             if x != x:
                 return np.uint16(0x7FC0)

@@ -44,7 +44,7 @@ def new_kv_cache(
 
 
 @kernel
-def store_kv_rows(cache_keys, cache_values, keys, values, slot_mapping, start, stop):  # type: ignore[no-untyped-def]
+def store_kv_rows(cache_keys, cache_values, keys, values, slot_mapping, start, stop):
     """Write rows [start, stop) of keys and values f32[n, kv_heads, head_dim] to their slots."""
     block_size = cache_keys.shape[3]
     for t in range(start, stop):

@@ -16,7 +16,7 @@ from rawpaged.cpu.tiles import PANEL, accumulate
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """W [out_features, in_features] with W[p * 32 + j, k] at panels[p, k, j], zeros past the end."""
+    """W [out_features, in_features]; W[p * 32 + j, k] is panels[p, k, j], zeros past the end."""
 
     panels: npt.NDArray[Any]  # f32 or bfloat16 as u16 [num_panels, in_features, 32]
     bias: npt.NDArray[np.float32]  # f32[num_panels * 32], zeros where there is none
@@ -55,7 +55,7 @@ def pack_linear(
 
 
 @kernel
-def linear_panels(out, x, panels, bias, start, stop):  # type: ignore[no-untyped-def]
+def linear_panels(out, x, panels, bias, start, stop):
     """out[:, 32 * start : 32 * stop] = x @ W.T + bias for panels [start, stop)."""
     rows, k = x.shape
     columns = out.shape[1]
@@ -83,7 +83,7 @@ def linear_panels(out, x, panels, bias, start, stop):  # type: ignore[no-untyped
 
 
 @kernel
-def embed_rows(out, token_ids, panels, start, stop):  # type: ignore[no-untyped-def]
+def embed_rows(out, token_ids, panels, start, stop):
     """out[t] = row token_ids[t] of the table, for t in [start, stop)."""
     for t in range(start, stop):
         panel = token_ids[t] // PANEL

@@ -18,7 +18,7 @@ _BITS = np.uint64(32)
 
 
 @njit(nogil=True)
-def philox4x32(key, c0, c1, c2, c3):  # type: ignore[no-untyped-def]
+def philox4x32(key, c0, c1, c2, c3):
     """Four 32-bit random words, each in a uint64, from a 64-bit key and a 128-bit counter."""
     k0 = key & _MASK
     k1 = key >> _BITS
@@ -37,7 +37,7 @@ def philox4x32(key, c0, c1, c2, c3):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def uniform(key, position, sample_index):  # type: ignore[no-untyped-def]
+def uniform(key, position, sample_index):
     """A float64 in [0, 1) with 53 random bits, for one position of one sample."""
     zero = np.uint64(0)
     high, low, _, _ = philox4x32(key, np.uint64(position), np.uint64(sample_index), zero, zero)

@@ -1,4 +1,4 @@
-"""Sampling from logits: sparse edits, temperature, min-p, top-k, top-p, the draw, log-probabilities.
+"""From logits to tokens: edits, temperature, min-p, top-k, top-p, the draw, log-probabilities.
 
 Nothing is sorted. Weights w = exp((logit - max) / temperature) are positive floats, whose bits
 order as they do, so the k-th largest weight and the weight at which the mass reaches top_p are
@@ -23,7 +23,7 @@ _SHIFTS = (21, 10, 0)  # bits [21, 32), [10, 21), [0, 10); the sign is always 0
 
 
 @kernel
-def edit_logits_entries(  # type: ignore[no-untyped-def]
+def edit_logits_entries(
     logits, rows, token_ids, bias, seen, counts, repetition, frequency, presence
 ):
     """Apply rawpaged.backend.LogitEdits in place."""
@@ -40,7 +40,7 @@ def edit_logits_entries(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _argmax(row):  # type: ignore[no-untyped-def]
+def _argmax(row):
     """Lowest index of the largest value; -1 when nothing is above -inf (NaN or all forbidden)."""
     best = -1
     most = np.float32(-np.inf)
@@ -52,7 +52,7 @@ def _argmax(row):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _threshold(weights, least, amount, by_mass):  # type: ignore[no-untyped-def]
+def _threshold(weights, least, amount, by_mass):
     """The smallest weight kept, as bits, among weights whose bits are >= least.
 
     Kept are the largest weights until their number (or, `by_mass`, their sum) reaches amount.
@@ -92,7 +92,7 @@ def _threshold(weights, least, amount, by_mass):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _kept_mass(weights, least):  # type: ignore[no-untyped-def]
+def _kept_mass(weights, least):
     mass = 0.0
     bits = weights.view(np.uint32)
     for i in range(weights.shape[0]):
@@ -102,7 +102,7 @@ def _kept_mass(weights, least):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _draw(weights, least, mass, u):  # type: ignore[no-untyped-def]
+def _draw(weights, least, mass, u):
     """The token at which the running sum of kept weights, by id, first exceeds u * mass."""
     target = u * mass
     total = 0.0
@@ -118,7 +118,7 @@ def _draw(weights, least, mass, u):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def sample_rows(  # type: ignore[no-untyped-def]
+def sample_rows(
     out, logits, temperature, top_k, top_p, min_p, seeds, positions, sample_indices, start, stop
 ):
     """One token id for each row in [start, stop), -1 where no logit is above -inf."""
@@ -145,7 +145,7 @@ def sample_rows(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def logprob_rows(  # type: ignore[no-untyped-def]
+def logprob_rows(
     chosen, ranks, top_ids, top_logprobs, logits, token_ids, start, stop
 ):
     """Log-probabilities of token_ids and of the likeliest tokens, for rows in [start, stop)."""

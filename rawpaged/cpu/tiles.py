@@ -30,7 +30,7 @@ def _make_accumulate(*, bfloat16: bool) -> Callable[..., None]:
     )
 
     @njit(nogil=True)
-    def wide_columns(a, a_stride, rows, b, b_stride, c, c_stride, k):  # type: ignore[no-untyped-def]
+    def wide_columns(a, a_stride, rows, b, b_stride, c, c_stride, k):
         while rows > 0:
             if rows >= 8 and _MOST_ROWS >= 8:
                 wide8(a, a_stride, b, b_stride, c, c_stride, k)
@@ -49,7 +49,7 @@ def _make_accumulate(*, bfloat16: bool) -> Callable[..., None]:
             c += done * c_stride
 
     @njit(nogil=True)
-    def narrow_columns(a, a_stride, rows, b, b_stride, c, c_stride, k):  # type: ignore[no-untyped-def]
+    def narrow_columns(a, a_stride, rows, b, b_stride, c, c_stride, k):
         while rows > 0:
             if rows >= 8 and _MOST_ROWS >= 8:
                 narrow8(a, a_stride, b, b_stride, c, c_stride, k)
@@ -68,7 +68,7 @@ def _make_accumulate(*, bfloat16: bool) -> Callable[..., None]:
             c += done * c_stride
 
     @njit(nogil=True)
-    def accumulate_tiles(a, a_stride, rows, b, b_stride, c, c_stride, columns, k):  # type: ignore[no-untyped-def]
+    def accumulate_tiles(a, a_stride, rows, b, b_stride, c, c_stride, columns, k):
         if k < 1:
             return
         column = 0
@@ -111,10 +111,10 @@ def accumulate(
 
 
 @overload(accumulate)
-def _accumulate(owner, a, a_stride, rows, b, b_stride, c, c_stride, columns, k):  # type: ignore[no-untyped-def]
+def _accumulate(owner, a, a_stride, rows, b, b_stride, c, c_stride, columns, k):
     chosen = _accumulate_bfloat16 if owner.dtype == types.uint16 else _accumulate_float32
 
-    def implementation(owner, a, a_stride, rows, b, b_stride, c, c_stride, columns, k):  # type: ignore[no-untyped-def]
+    def implementation(owner, a, a_stride, rows, b, b_stride, c, c_stride, columns, k):
         chosen(a, a_stride, rows, b, b_stride, c, c_stride, columns, k)
 
     return implementation

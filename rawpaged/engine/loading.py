@@ -18,7 +18,6 @@ from rawpaged.engine.output_processor import OutputProcessor
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.warm_up import warm_up
 from rawpaged.models.config import ModelConfig
-from rawpaged.tokenization.chat_template import read_chat_template
 from rawpaged.tokenization.gguf_tokenizer import load_tokenizer_from_gguf
 from rawpaged.tokenization.tokenizer import Tokenizer, load_tokenizer_from_directory
 from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint, read_model_config
@@ -95,7 +94,7 @@ def plan_only(config: EngineConfig) -> tuple[ModelConfig, MemoryPlan]:
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     """The chosen tokenizer, the checkpoint's own, or None if it has none."""
-    template = None if config.chat_template is None else read_chat_template(config.chat_template)
+    template = config.chat_template
     if config.tokenizer is not None:
         return load_tokenizer_from_directory(Path(config.tokenizer), chat_template=template)
     if checkpoint.gguf_metadata is not None:

@@ -25,15 +25,20 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> npt.NDArr
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float64:
     """Radians a position turns each of the head_dim / 2 planes by."""
-    base = rope.rope_theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequencies: Float64 = rope.rope_theta ** (
+        -np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    )
     if rope.rope_type == "linear":
-        return base / rope.factor
-    if rope.rope_type == "llama3":
-        return _llama3_frequencies(rope, base)
-    if rope.rope_type == "yarn":
-        return _yarn_frequencies(rope, base, head_dim)
-    assert rope.rope_type == "default", rope
-    return base
+        frequencies = frequencies / rope.factor
+    elif rope.rope_type == "llama3":
+        frequencies = _llama3_frequencies(rope, frequencies)
+    elif rope.rope_type == "yarn":
+        frequencies = _yarn_frequencies(rope, frequencies, head_dim)
+    else:
+        assert rope.rope_type == "default", rope
+    if rope.freq_divisors is not None:
+        frequencies = frequencies / np.asarray(rope.freq_divisors)
+    return frequencies
 
 
 def attention_factor(rope: RopeConfig) -> float:
@@ -75,4 +80,5 @@ def _yarn_frequencies(rope: RopeConfig, base: Float64, head_dim: int) -> Float64
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
-    return base / rope.factor * ramp + base * (1 - ramp)
+    frequencies: Float64 = base / rope.factor * ramp + base * (1 - ramp)
+    return frequencies

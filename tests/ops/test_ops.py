@@ -163,11 +163,11 @@ def test_paged_attention(backend: Backend, case: AttentionCase) -> None:
         slots = block * case.block_size + own % case.block_size
         old = kv - queries
         backend.store_kv(cache, keys[:old], values[:old], slots[:old])
-    new = [
-        np.concatenate([kv[part][len(kv[part]) - q :] for kv, (q, _) in zip(history, case.lengths)])
+    new_keys, new_values = (
+        np.concatenate([kv[part][-q:] for kv, (q, _) in zip(history, case.lengths, strict=True)])
         for part in (0, 1)
-    ]
-    backend.store_kv(cache, new[0], new[1], meta.slot_mapping)
+    )
+    backend.store_kv(cache, new_keys, new_values, meta.slot_mapping)
 
     q = normal(rng, len(meta.token_ids), case.num_heads, case.head_dim)
     plan = backend.plan(meta, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)
