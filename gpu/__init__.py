@@ -1,0 +1,1 @@
+"""The GPU backend's place: imported as `rawpaged.gpu`. This version holds no kernels yet."""
