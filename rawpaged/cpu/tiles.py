@@ -20,52 +20,39 @@ PANEL = 2 * LANES
 _MOST_ROWS = most_tile_rows()
 
 
+def _make_strip(vectors: int, *, bfloat16: bool) -> Callable[..., None]:
+    """All rows of c in one strip of 16 * vectors columns, by the largest tiles that fit."""
+    tile8, tile4, tile2, tile1 = (
+        make_tile_kernel(rows, vectors, bfloat16=bfloat16) for rows in (8, 4, 2, 1)
+    )
+
+    @njit(nogil=True)
+    def strip(a, a_stride, rows, b, b_stride, c, c_stride, k):
+        while rows > 0:
+            if rows >= 8 and _MOST_ROWS >= 8:
+                tile8(a, a_stride, b, b_stride, c, c_stride, k)
+                done = 8
+            elif rows >= 4:
+                tile4(a, a_stride, b, b_stride, c, c_stride, k)
+                done = 4
+            elif rows >= 2:
+                tile2(a, a_stride, b, b_stride, c, c_stride, k)
+                done = 2
+            else:
+                tile1(a, a_stride, b, b_stride, c, c_stride, k)
+                done = 1
+            rows -= done
+            a += done * a_stride
+            c += done * c_stride
+
+    function: Callable[..., None] = strip
+    return function
+
+
 def _make_accumulate(*, bfloat16: bool) -> Callable[..., None]:
     item = 2 if bfloat16 else 4
-    wide8, wide4, wide2, wide1 = (
-        make_tile_kernel(rows, 2, bfloat16=bfloat16) for rows in (8, 4, 2, 1)
-    )
-    narrow8, narrow4, narrow2, narrow1 = (
-        make_tile_kernel(rows, 1, bfloat16=bfloat16) for rows in (8, 4, 2, 1)
-    )
-
-    @njit(nogil=True)
-    def wide_columns(a, a_stride, rows, b, b_stride, c, c_stride, k):
-        while rows > 0:
-            if rows >= 8 and _MOST_ROWS >= 8:
-                wide8(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 8
-            elif rows >= 4:
-                wide4(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 4
-            elif rows >= 2:
-                wide2(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 2
-            else:
-                wide1(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 1
-            rows -= done
-            a += done * a_stride
-            c += done * c_stride
-
-    @njit(nogil=True)
-    def narrow_columns(a, a_stride, rows, b, b_stride, c, c_stride, k):
-        while rows > 0:
-            if rows >= 8 and _MOST_ROWS >= 8:
-                narrow8(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 8
-            elif rows >= 4:
-                narrow4(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 4
-            elif rows >= 2:
-                narrow2(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 2
-            else:
-                narrow1(a, a_stride, b, b_stride, c, c_stride, k)
-                done = 1
-            rows -= done
-            a += done * a_stride
-            c += done * c_stride
+    wide_strip = _make_strip(2, bfloat16=bfloat16)
+    narrow_strip = _make_strip(1, bfloat16=bfloat16)
 
     @njit(nogil=True)
     def accumulate_tiles(a, a_stride, rows, b, b_stride, c, c_stride, columns, k):
@@ -73,12 +60,10 @@ def _make_accumulate(*, bfloat16: bool) -> Callable[..., None]:
             return
         column = 0
         while column + PANEL <= columns:
-            wide_columns(
-                a, a_stride, rows, b + item * column, b_stride, c + 4 * column, c_stride, k
-            )
+            wide_strip(a, a_stride, rows, b + item * column, b_stride, c + 4 * column, c_stride, k)
             column += PANEL
         if column < columns:
-            narrow_columns(
+            narrow_strip(
                 a, a_stride, rows, b + item * column, b_stride, c + 4 * column, c_stride, k
             )
 
