@@ -7,6 +7,7 @@ functions from. So the folder's name holds a digest of all sources of this packa
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ import numba
 import numba.core.config
 
 from rawpaged.cache_dir import cache_dir
+
+logger = logging.getLogger(__name__)
 
 
 def _kernel_cache_dir() -> str:
@@ -43,6 +46,8 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
     config.CACHE_DIR = _CACHE_DIR
     try:
         dispatcher.enable_caching()
+    except RuntimeError as error:
+        logger.warning("kernels will be compiled at every start: %s", error)
     finally:
         config.CACHE_DIR = before
     compiled: Callable[..., None] = dispatcher
