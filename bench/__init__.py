@@ -1,0 +1,1 @@
+"""Measurements of rawpaged and of other servers: `python -m bench.run --help`."""

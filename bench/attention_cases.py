@@ -1,0 +1,153 @@
+"""Cases of the ops on the paged KV cache: writing to it, decoding and prefilling over it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.op_cases import Float32, OpCase, Prepared, cold_copies, item_bytes, normal, stored
+from rawpaged.backend import Backend, BatchMeta
+from rawpaged.models.config import ModelConfig
+from tests import reference
+
+BLOCK_SIZE = 16
+_CHECKED_REQUESTS = 4
+_MOST_SLOT_SETS = 4096
+MAX_POOL_BYTES = 2**30
+"""Cases whose KV alone is larger are left out."""
+
+
+def attention_cases(model: ModelConfig, rows: int, contexts: list[int], dtype: str) -> list[OpCase]:
+    """`rows` tokens written, decoded (a request each) and prefilled (of one request)."""
+    cases = [_store_kv(model, rows, dtype)]
+    token_bytes = _kv_bytes_per_token(model, dtype)
+    for context in contexts:
+        if rows * context * token_bytes <= MAX_POOL_BYTES:
+            cases.append(_paged_attention("decode", model, rows, 1, context, dtype))
+        if 1 < rows <= context:
+            cases.append(_paged_attention("prefill", model, 1, rows, context, dtype))
+    return cases
+
+
+def make_batch(block_tables: npt.NDArray[np.int32], queries: int, context: int) -> BatchMeta:
+    """Requests with `queries` new tokens each, at the end of `context` tokens of KV."""
+    num_requests = len(block_tables)
+    own = np.arange(context - queries, context, dtype=np.int32)
+    blocks = block_tables[:, own // BLOCK_SIZE].astype(np.int64)
+    return BatchMeta(
+        token_ids=np.zeros(num_requests * queries, np.int32),
+        positions=np.tile(own, num_requests),
+        slot_mapping=(blocks * BLOCK_SIZE + own % BLOCK_SIZE).reshape(-1),
+        query_start_loc=np.arange(0, num_requests * queries + 1, queries, dtype=np.int32),
+        seq_lens=np.full(num_requests, context, np.int32),
+        block_tables=block_tables,
+        logits_rows=np.zeros(0, np.int32),
+    )
+
+
+def attention_flops(num_heads: int, head_dim: int, queries: int, context: int) -> int:
+    """Products of scores and weighted values over the keys that each query sees."""
+    visible = queries * context - queries * (queries - 1) // 2
+    return 4 * num_heads * head_dim * visible
+
+
+def _kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
+    return 2 * item_bytes(dtype) * model.num_kv_heads * model.head_dim
+
+
+def _store_kv(model: ModelConfig, rows: int, dtype: str) -> OpCase:
+    shape = (model.num_kv_heads, model.head_dim)
+
+    def prepare(backend: Backend, rng: np.random.Generator) -> Prepared:
+        num_slots = max(rows, cold_copies(_kv_bytes_per_token(model, dtype)))
+        cache = backend.new_kv_cache(-(-num_slots // BLOCK_SIZE), *shape, BLOCK_SIZE)
+        keys, values = normal(rng, rows, *shape), normal(rng, rows, *shape)
+        # Tokens of requests that decode go to unrelated slots.
+        sets = min(num_slots // rows, _MOST_SLOT_SETS)
+        slots = rng.permutation(num_slots)[: sets * rows].reshape(sets, rows)
+
+        def check() -> None:
+            backend.store_kv(cache, keys, values, slots[0])
+            block, offset = slots[0] // BLOCK_SIZE, slots[0] % BLOCK_SIZE
+            pools = (cache.keys[block, :, :, offset], cache.values[block, :, offset])
+            for pool, given in zip(pools, (keys, values), strict=True):
+                np.testing.assert_array_equal(
+                    _widened(pool[..., : model.head_dim]), stored(given, dtype)
+                )
+
+        return Prepared([partial(backend.store_kv, cache, keys, values, s) for s in slots], check)
+
+    return OpCase(
+        op="store_kv",
+        name="store_kv",
+        rows=rows,
+        num_bytes=rows * (_kv_bytes_per_token(model, dtype) + 8 * shape[0] * shape[1]),
+        num_flops=0,
+        stored=True,
+        prepare=prepare,
+    )
+
+
+def _paged_attention(
+    name: str, model: ModelConfig, requests: int, queries: int, context: int, dtype: str
+) -> OpCase:
+    heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+    rows = requests * queries
+    kv_bytes = requests * context * _kv_bytes_per_token(model, dtype)
+    scale = head_dim**-0.5
+
+    def prepare(backend: Backend, rng: np.random.Generator) -> Prepared:
+        copies = cold_copies(kv_bytes)
+        width = -(-context // BLOCK_SIZE)
+        cache = backend.new_kv_cache(copies * requests * width, kv_heads, head_dim, BLOCK_SIZE)
+        order = rng.permutation(copies * requests * width).astype(np.int32)
+        tables = order.reshape(copies, requests, width)
+        history = normal(rng, 2, _CHECKED_REQUESTS, context, kv_heads, head_dim)
+        for row, table in enumerate(tables.reshape(-1, width)):
+            slots = make_batch(table[None], context, context).slot_mapping
+            keys, values = history[:, row % requests % _CHECKED_REQUESTS]
+            backend.store_kv(cache, keys, values, slots)
+        plans = [
+            backend.plan(
+                make_batch(table, queries, context), num_heads=heads, num_kv_heads=kv_heads
+            )
+            for table in tables
+        ]
+        q = normal(rng, rows, heads, head_dim)
+        out = backend.empty(q.shape, "float32")
+        calls = [
+            partial(backend.paged_attention, out, q, cache, plan, scale=scale, sliding_window=None)
+            for plan in plans
+        ]
+
+        def check() -> None:
+            calls[0]()
+            for request in range(min(requests, _CHECKED_REQUESTS)):
+                part = slice(request * queries, (request + 1) * queries)
+                keys, values = (stored(kv[request], dtype) for kv in history)
+                expected = reference.attention(
+                    q[part], keys, values, context - queries, scale, None
+                )
+                np.testing.assert_allclose(out[part], expected, rtol=1e-4, atol=2e-5)
+
+        return Prepared(calls, check)
+
+    return OpCase(
+        op="paged_attention",
+        name=name,
+        rows=rows,
+        context=context,
+        num_bytes=kv_bytes + 8 * rows * heads * head_dim,
+        num_flops=requests * attention_flops(heads, head_dim, queries, context),
+        stored=True,
+        prepare=prepare,
+    )
+
+
+def _widened(pool: npt.NDArray[np.uint16] | Float32) -> Float32:
+    """Stored numbers as float32; bfloat16 is the upper half of one."""
+    if pool.dtype == np.uint16:
+        return (pool.astype(np.uint32) << 16).view(np.float32)
+    return pool.astype(np.float32)

@@ -1,0 +1,192 @@
+"""The command line: `python -m bench.run {serve,ops,engine}`; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from bench.engine import EngineOptions, default_cases, run_engine
+from bench.load import Target
+from bench.ops import OpsOptions, run_ops
+from bench.presets import PRESETS, ServeCase
+from bench.quiet import BusyMachineError
+from bench.rows import Origin, command_line
+from bench.serve import ServeOptions, run_serve
+from bench.server_process import ServerFailedError
+from rawpaged.errors import RawpagedError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark. 0: all went well; 1: errors or wrong results; 2: it could not run."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(given)
+    try:
+        origin = Origin(command_line(given))
+        if options.benchmark == "serve":
+            failures = run_serve(_serve_options(options), origin)
+        elif options.benchmark == "ops":
+            failures = run_ops(_ops_options(options), origin)
+        else:
+            failures = run_engine(_engine_options(options), origin)
+    except (
+        BusyMachineError,
+        ServerFailedError,
+        RawpagedError,
+        ValueError,
+        aiohttp.ClientError,
+    ) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run", description="Measure, print a table, append JSON lines."
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    _add_serve(commands.add_parser("serve", help="any server with the OpenAI completions API"))
+    _add_ops(commands.add_parser("ops", help="each op of the CPU backend"))
+    _add_engine(commands.add_parser("engine", help="the engine in this process, without HTTP"))
+    for command in commands.choices.values():
+        command.add_argument("--output", type=Path, help="file that rows are appended to")
+        command.add_argument(
+            "--require-quiet", action="store_true", help="refuse to measure on a busy machine"
+        )
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000")
+    add("--model", default="", help="name in requests; default: the server's first")
+    add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    add("--label", default="rawpaged", help="name of the server in rows: rawpaged, vllm, ...")
+    add("--preset", nargs="+", choices=[*PRESETS, "all"], help="named cases instead of one's own")
+    add("--num-requests", type=int, default=32)
+    add("--concurrency", type=int, help="requests under way at once; default 1")
+    add("--request-rate", type=float, help="Poisson arrivals a second, instead of --concurrency")
+    add("--prompt-len", type=int, default=128, help="tokens, shared prefix included")
+    add("--output-len", type=int, default=128)
+    add("--shared-prefix-len", type=int, default=0)
+    add("--prompt-format", choices=["ids", "text"], default="ids")
+    add("--token-ids", type=_id_range, default=(1000, 30000), metavar="LOW:HIGH")
+    add("--seed", type=int, help="default: a new one, so that no prompt is in a prefix cache")
+    add("--repeat", type=int, default=1, help="repetitions; results are their medians")
+    add("--warm-up-requests", type=int, help="default: as many as the concurrency")
+    add("--timeout", type=float, default=600.0, help="seconds for one request")
+    add("--server-command", help="start this server, and stop it with SIGTERM afterwards")
+    add("--server-timeout", type=float, default=600.0, help="seconds until /health must answer")
+
+
+def _add_ops(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", help="config.json, GGUF file or model; default: SmolLM2-135M's shapes")
+    add("--ops", nargs="+", default=[], help="only these ops")
+    add("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    add("--contexts", type=int, nargs="+", default=[128, 1024], help="tokens of KV")
+    add("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+    add("--threads", type=int, nargs="+", default=[], help="default: all usable cores")
+    add("--seconds", type=float, default=0.25, help="time spent on each case")
+    add("--seed", type=int, default=0)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2-135m")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    add("--prompt-len", type=int, default=128)
+    add("--output-len", type=int, default=128)
+    add("--prefill-len", type=int, default=1024)
+    add("--dtype", default="auto")
+    add("--threads", type=int, help="default: all usable cores")
+    add("--load-format", default="auto", help="dummy: random weights, no file needed")
+    add("--max-num-batched-tokens", type=int, default=512)
+    add("--repeat", type=int, default=1, help="repetitions; results are their medians")
+    add("--seed", type=int)
+
+
+def _serve_options(options: argparse.Namespace) -> ServeOptions:
+    return ServeOptions(
+        target=Target(options.url, options.model, options.api_key, options.timeout),
+        label=options.label,
+        cases=_serve_cases(options),
+        repeat=options.repeat,
+        seed=options.seed,
+        prompt_format=options.prompt_format,
+        token_ids=options.token_ids,
+        warm_up_requests=options.warm_up_requests,
+        server_command=options.server_command,
+        server_timeout=options.server_timeout,
+        require_quiet=options.require_quiet,
+        output=options.output,
+    )
+
+
+def _serve_cases(options: argparse.Namespace) -> list[ServeCase]:
+    if options.preset:
+        names = PRESETS if "all" in options.preset else options.preset
+        return [PRESETS[name] for name in names]
+    concurrency = options.concurrency
+    if concurrency is None and options.request_rate is None:
+        concurrency = 1
+    return [
+        ServeCase(
+            name="custom",
+            num_requests=options.num_requests,
+            concurrency=concurrency,
+            prompt_len=options.prompt_len,
+            output_len=options.output_len,
+            shared_prefix_len=options.shared_prefix_len,
+            request_rate=options.request_rate,
+        )
+    ]
+
+
+def _ops_options(options: argparse.Namespace) -> OpsOptions:
+    return OpsOptions(
+        config=options.config,
+        ops=options.ops,
+        rows=options.rows,
+        contexts=options.contexts,
+        dtypes=options.dtypes,
+        threads=options.threads,
+        seconds=options.seconds,
+        seed=options.seed,
+        require_quiet=options.require_quiet,
+        output=options.output,
+    )
+
+
+def _engine_options(options: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        model=options.model,
+        cases=default_cases(
+            options.batch_sizes, options.prompt_len, options.output_len, options.prefill_len
+        ),
+        dtype=options.dtype,
+        num_threads=options.threads,
+        load_format=options.load_format,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        repeat=options.repeat,
+        seed=options.seed,
+        require_quiet=options.require_quiet,
+        output=options.output,
+    )
+
+
+def _id_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with LOW < HIGH")
+    return int(low), int(high)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
