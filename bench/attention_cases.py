@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.op_cases import Float32, OpCase, Prepared, cold_copies, item_bytes, normal, stored
-from rawpaged.backend import Backend, BatchMeta
+from rawpaged.backend import Backend, BatchMeta, KVCache
 from rawpaged.models.config import ModelConfig
 from tests import reference
 
@@ -105,10 +105,7 @@ def _paged_attention(
         order = rng.permutation(copies * requests * width).astype(np.int32)
         tables = order.reshape(copies, requests, width)
         history = normal(rng, 2, _CHECKED_REQUESTS, context, kv_heads, head_dim)
-        for row, table in enumerate(tables.reshape(-1, width)):
-            slots = make_batch(table[None], context, context).slot_mapping
-            keys, values = history[:, row % requests % _CHECKED_REQUESTS]
-            backend.store_kv(cache, keys, values, slots)
+        _fill(backend, cache, tables, history)
         plans = [
             backend.plan(
                 make_batch(table, queries, context), num_heads=heads, num_kv_heads=kv_heads
@@ -144,6 +141,18 @@ def _paged_attention(
         stored=True,
         prepare=prepare,
     )
+
+
+def _fill(
+    backend: Backend, cache: KVCache, tables: npt.NDArray[np.int32], history: Float32
+) -> None:
+    """Write histories f32[2, n, context, kv_heads, head_dim] to requests by turns, in each copy."""
+    _, count, context, _, _ = history.shape
+    for copy in tables:
+        for request, table in enumerate(copy):
+            slots = make_batch(table[None], context, context).slot_mapping
+            keys, values = history[:, request % count]
+            backend.store_kv(cache, keys, values, slots)
 
 
 def _widened(pool: npt.NDArray[np.uint16] | Float32) -> Float32:
