@@ -17,7 +17,7 @@ from rawpaged.scheduler.scheduler import Scheduler
 from tests.scheduler.machines import BlockPoolMachine, SchedulerMachine
 
 SETTINGS = settings(
-    max_examples=1500,
+    max_examples=20_000,
     stateful_step_count=25,
     phases=[Phase.generate],
     derandomize=True,
