@@ -1,5 +1,7 @@
 """The seam between the engine and a device: the ops and calls that `cpu/` and `gpu/` implement.
 
+Array types: `act` stands for the backend's activation_dtype (float32 on the CPU).
+
 Every op writes to its first argument, allocates nothing that outlives the step, and computes each
 output row from that row's inputs alone in one fixed order, so that a row's bits do not depend on
 the rest of the batch. Model code slices and reshapes arrays and calls ops; it does no arithmetic.
@@ -126,6 +128,11 @@ class Backend(Protocol):
         """Type of weights and KV cache: "bfloat16" or "float32"."""
         ...
 
+    @property
+    def activation_dtype(self) -> str:
+        """Type of activations between ops; the residual stream and logits are float32."""
+        ...
+
     # Memory
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
     def upload(self, array: npt.NDArray[Any]) -> Any:
@@ -167,27 +174,30 @@ class Backend(Protocol):
 
     # Ops
     def embed(self, out: Any, token_ids: Any, table: LinearWeight) -> None:
-        """out f32[n, hidden] = rows `token_ids` of the table."""
+        """out f32[n, hidden], the residual stream, = rows `token_ids` of the table."""
         ...
 
     def rms_norm(self, out: Any, x: Any, weight: Any, eps: float) -> None:
-        """Normalise the last axis of x, f32[n, d] or a view f32[n, heads, d]; out may be x."""
+        """Normalise the last axis of x, the residual f32[n, d] or a view act[n, heads, d].
+
+        out is act of the same shape, and may be x.
+        """
         ...
 
     def add_rms_norm(self, out: Any, x: Any, residual: Any, weight: Any, eps: float) -> None:
-        """residual += x, in place; out = rms_norm(residual)."""
+        """residual f32[n, d] += x act[n, d], in place; out act[n, d] = rms_norm(residual)."""
         ...
 
     def linear(self, out: Any, x: Any, weight: LinearWeight) -> None:
-        """out f32[n, out_features] = x f32[n, in_features] @ weight.T + bias."""
+        """out [n, out_features] = x act[n, in_features] @ weight.T + bias; out act or f32."""
         ...
 
     def rope(self, x: Any, positions: Any, cos_sin: Any) -> None:
-        """Rotate x f32[n, heads, head_dim] in place; cos_sin f32[max_len, head_dim], cos first."""
+        """Rotate x act[n, heads, head_dim] in place; cos_sin f32[max_len, head_dim], cos first."""
         ...
 
     def store_kv(self, cache: KVCache, keys: Any, values: Any, slot_mapping: Any) -> None:
-        """Write f32[n, num_kv_heads, head_dim] views to the slots."""
+        """Write views act[n, num_kv_heads, head_dim] to the slots."""
         ...
 
     def paged_attention(
@@ -200,15 +210,15 @@ class Backend(Protocol):
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        """Causal attention of q f32[n, num_heads, head_dim] over each request's blocks."""
+        """Causal attention of q act[n, num_heads, head_dim] over each request's blocks."""
         ...
 
     def silu_and_mul(self, out: Any, gate_up: Any) -> None:
-        """out f32[n, d] = silu(gate) * up, with gate_up f32[n, 2 * d] = [gate | up]."""
+        """out act[n, d] = silu(gate) * up, with gate_up act[n, 2 * d] = [gate | up]."""
         ...
 
     def gather_rows(self, out: Any, x: Any, rows: Any) -> None:
-        """out f32[len(rows), d] = x[rows]."""
+        """out [len(rows), d] = x[rows]; both of one type."""
         ...
 
     def edit_logits(self, logits: Any, edits: LogitEdits) -> None:

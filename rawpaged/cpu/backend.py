@@ -38,6 +38,7 @@ class CpuBackend:
     """Ops over NumPy arrays on the processors of one machine (see rawpaged.backend.Backend)."""
 
     name = "cpu"
+    activation_dtype = "float32"
 
     def __init__(self, *, dtype: str, num_threads: int | None = None) -> None:
         self.dtype = dtype

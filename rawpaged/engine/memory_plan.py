@@ -36,6 +36,10 @@ class MemoryPlan:
     def kv_bytes(self) -> int:
         return self.num_tokens * self.bytes_per_token
 
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.workspace_bytes + self.kv_bytes
+
     def paged_requests(self, length: int) -> int:
         """Requests of `length` tokens that the pool holds at once, in whole blocks."""
         return self.num_blocks // -(-length // self.block_size)
@@ -72,8 +76,11 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
 def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> MemoryPlan:
     """Decide the number of blocks and the longest request.
 
-    Raises ConfigError when a flag asks for more than the model or the memory allows.
+    Raises ConfigError when a flag asks for more than the model or the memory allows, BackendError
+    when the device cannot do it. The memory need not be there if the size of the pool is given.
     """
+    # An empty pool costs nothing and shows whether the backend can do blocks of this size.
+    backend.new_kv_cache(0, model.num_kv_heads, model.head_dim, config.block_size)
     bytes_per_block = model.num_layers * backend.kv_bytes_per_block(
         model.num_kv_heads, model.head_dim, config.block_size
     )
@@ -84,7 +91,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> Mem
             f"max_position_embeddings={model.max_position_embeddings}"
         )
     weights = model.num_parameters * (2 if backend.dtype == "bfloat16" else 4)
-    workspace = workspace_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
+    workspace = workspace_bytes(model, backend, config.max_num_batched_tokens, config.max_num_seqs)
     num_blocks = _num_blocks(
         config, backend, bytes_per_block, wanted_len, taken=weights + workspace
     )
@@ -108,6 +115,17 @@ def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> Mem
     )
 
 
+def check_memory(plan: MemoryPlan, backend: Backend) -> None:
+    """Raises BackendError for a plan that this machine could never hold."""
+    _, total = backend.memory_info()
+    if plan.total_bytes > total:
+        raise BackendError(
+            f"this machine has {_size(total)} of memory; weights ({_size(plan.weights_bytes)}), "
+            f"workspace ({_size(plan.workspace_bytes)}) and KV pool ({_size(plan.kv_bytes)}) "
+            f"take {_size(plan.total_bytes)}"
+        )
+
+
 def scheduler_config(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
     """The limits the scheduler works under."""
     return SchedulerConfig(
@@ -124,6 +142,11 @@ def _num_blocks(
     config: EngineConfig, backend: Backend, bytes_per_block: int, wanted_len: int, taken: int
 ) -> int:
     if config.num_gpu_blocks_override is not None:
+        if config.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                "num_gpu_blocks_override and kv_cache_memory_bytes both give the size of the KV "
+                "pool; leave one out"
+            )
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // bytes_per_block

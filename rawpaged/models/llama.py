@@ -17,9 +17,9 @@ from rawpaged.models.weights import LlamaLayer, LlamaWeights
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Activations of one step, f32, allocated once for the largest step."""
+    """Arrays of one step, allocated once for the largest; of the activation type unless marked."""
 
-    residual: Any  # [max_num_tokens, hidden_size]
+    residual: Any  # f32[max_num_tokens, hidden_size]
     normed: Any  # [max_num_tokens, hidden_size]
     delta: Any  # [max_num_tokens, hidden_size], what a sub-layer adds to the residual
     qkv: Any  # [max_num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -27,7 +27,7 @@ class _Buffers:
     gate_up: Any  # [max_num_tokens, 2 * intermediate_size]
     activated: Any  # [max_num_tokens, intermediate_size]
     selected: Any  # [max_logits_rows, hidden_size]
-    logits: Any  # [max_logits_rows, vocab_size]
+    logits: Any  # f32[max_logits_rows, vocab_size]
 
 
 class Llama:
@@ -120,23 +120,27 @@ class Llama:
         ops.linear(buffers.delta[:n], buffers.activated[:n], layer.down_proj)
 
 
-def workspace_bytes(config: ModelConfig, max_num_tokens: int, max_logits_rows: int) -> int:
+def workspace_bytes(
+    config: ModelConfig, backend: Backend, max_num_tokens: int, max_logits_rows: int
+) -> int:
     """Bytes of the activation buffers."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    per_token = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-    per_row = config.hidden_size + config.vocab_size
-    return 4 * (max_num_tokens * per_token + max_logits_rows * per_row)
+    per_token = 2 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+    act = 4 if backend.activation_dtype == "float32" else 2
+    return max_num_tokens * (act * per_token + 4 * config.hidden_size) + max_logits_rows * (
+        act * config.hidden_size + 4 * config.vocab_size
+    )
 
 
 def _allocate(
     config: ModelConfig, backend: Backend, max_num_tokens: int, max_logits_rows: int
 ) -> _Buffers:
-    def buffer(rows: int, columns: int) -> Any:
-        return backend.empty((rows, columns), "float32")
+    def buffer(rows: int, columns: int, dtype: str = backend.activation_dtype) -> Any:
+        return backend.empty((rows, columns), dtype)
 
     n = max_num_tokens
     return _Buffers(
-        residual=buffer(n, config.hidden_size),
+        residual=buffer(n, config.hidden_size, "float32"),
         normed=buffer(n, config.hidden_size),
         delta=buffer(n, config.hidden_size),
         qkv=buffer(n, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
@@ -144,5 +148,5 @@ def _allocate(
         gate_up=buffer(n, 2 * config.intermediate_size),
         activated=buffer(n, config.intermediate_size),
         selected=buffer(max_logits_rows, config.hidden_size),
-        logits=buffer(max_logits_rows, config.vocab_size),
+        logits=buffer(max_logits_rows, config.vocab_size, "float32"),
     )
