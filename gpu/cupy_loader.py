@@ -1,0 +1,54 @@
+"""Compiles kernels with CuPy's NVRTC.
+
+CuPy keeps compiled modules on disk under a key made of source text and options, not of included
+files; so the text of the headers goes into an option. `-lineinfo` lets profilers show source lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rawpaged.gpu.module import KERNEL_PACKAGE, Function
+
+BASE_OPTIONS = ("-std=c++17", "-lineinfo", "-default-device")
+_STATIC_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory above this has to be asked for, kernel by kernel."""
+
+
+def compile_options(include: Path, headers: str) -> tuple[str, ...]:
+    """Options of every kernel; `headers` is the text of all header files."""
+    digest = hashlib.blake2b(headers.encode(), digest_size=8).hexdigest()
+    return (*BASE_OPTIONS, f"-I{include}", f"-DHEADERS_{digest}")
+
+
+def header_text(include: Path) -> str:
+    """All headers in the folder, in the order of their names."""
+    return "".join(path.read_text(encoding="utf-8") for path in sorted(include.glob("*.cuh")))
+
+
+class CupyLoader:
+    """A Loader for the current device; functions run on CuPy's current stream."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        include = resources.files(KERNEL_PACKAGE)
+        # RawModule hands the folder to NVRTC, so it has to be one on disk.
+        assert isinstance(include, Path), f"{include} is not a folder"
+        self._options = compile_options(include, header_text(include))
+
+    def load(
+        self, source: str, names: Sequence[str], *, max_shared_mem: Mapping[str, int]
+    ) -> dict[str, Function]:
+        """The `extern "C"` kernels of `source` by name, compiled or out of CuPy's cache."""
+        module = self._cupy.RawModule(code=source, options=self._options, backend="nvrtc")
+        functions: dict[str, Function] = {}
+        for name in names:
+            function = module.get_function(name)
+            if max_shared_mem[name] > _STATIC_SHARED_BYTES:
+                function.max_dynamic_shared_size_bytes = max_shared_mem[name]
+            functions[name] = function
+        return functions
