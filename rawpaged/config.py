@@ -10,6 +10,16 @@ DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("cpu",)
 
+_STRINGS = ("model", "device", "dtype", "load_format")
+_OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision")
+_INTEGERS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed")
+_OPTIONAL_INTEGERS = (
+    "max_model_len",
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+    "num_threads",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -50,6 +60,7 @@ class EngineConfig:
     """Seeds `load_format="dummy"` weights. Requests carry seeds of their own."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name, value, allowed in (
             ("device", self.device, DEVICES),
             ("dtype", self.dtype, DTYPES),
@@ -69,10 +80,25 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
-        if self.max_logprobs < 0:
-            raise ConfigError(f"max_logprobs={self.max_logprobs} must not be negative")
+        for name in ("max_logprobs", "seed"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name}={value} must not be negative")
         if not self.model:
             raise ConfigError("model is empty")
+
+    def _check_types(self) -> None:
+        for names, kinds, words in (
+            (_STRINGS, (str,), "a string"),
+            (_OPTIONAL_STRINGS, (str, type(None)), "a string or None"),
+            (_INTEGERS, (int,), "an integer"),
+            (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
+            (("enable_prefix_caching",), (bool,), "true or false"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                    raise ConfigError(f"{name}={value!r} must be {words}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

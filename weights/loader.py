@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from rawpaged.backend import Backend, LinearWeight
 from rawpaged.errors import CheckpointError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.weights import LlamaLayer, LlamaWeights
+from rawpaged.progress import ProgressBar
 from rawpaged.weights.checkpoint import Checkpoint
 from rawpaged.weights.names import EMBED_TOKENS, LM_HEAD, NORM, expected_shapes
 
@@ -42,7 +42,7 @@ def load_weights(
     config = checkpoint.model_config
     total = sum(tensors.nbytes(name) for name in expected_shapes(config))
     hidden = not (progress and sys.stderr.isatty())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=hidden) as bar:
+    with ProgressBar(total=total, unit="B", unit_scale=True, desc="weights", disable=hidden) as bar:
 
         def read(name: str) -> npt.NDArray[Any]:
             array = tensors.read(name)

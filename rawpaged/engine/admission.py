@@ -29,7 +29,7 @@ class Admission:
                 )
             token_ids = self.tokenizer.encode(prompt)
         else:
-            token_ids = list(prompt)
+            token_ids = _as_list(prompt)
             self._check_token_ids(token_ids, "prompt")
         if not token_ids:
             raise InvalidRequestError("prompt holds no tokens", "prompt")
@@ -81,3 +81,12 @@ class Admission:
                 raise InvalidRequestError(
                     f"{name} holds token id {token_id}; ids go from 0 to {vocab_size - 1}", name
                 )
+
+
+def _as_list(prompt: object) -> list[int]:
+    """The elements of a sequence, not looked at yet."""
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequestError(
+            f"prompt must be text or a list of token ids, not {prompt!r}", "prompt"
+        )
+    return list(prompt)

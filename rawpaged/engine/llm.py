@@ -9,13 +9,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
-
 from rawpaged.config import EngineConfig
 from rawpaged.engine.loading import load_engine
 from rawpaged.engine.output_processor import Submission
-from rawpaged.errors import ConfigError, InvalidRequestError
+from rawpaged.errors import InvalidRequestError
 from rawpaged.outputs import RequestOutput
+from rawpaged.progress import ProgressBar
 from rawpaged.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -153,7 +152,9 @@ def _params_list(
         given = SamplingParams()
     params = [given] * count if isinstance(given, SamplingParams) else list(given)
     if len(params) != count:
-        raise ConfigError(f"{len(params)} sampling_params were given for {count} prompts")
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params were given for {count} prompts", "sampling_params"
+        )
     return [_final_only(each) for each in params]
 
 
@@ -166,7 +167,7 @@ def _collect(
     outputs: queue.SimpleQueue[tuple[int, RequestOutput | Exception]], count: int, use_tqdm: bool
 ) -> list[RequestOutput]:
     results: dict[int, RequestOutput] = {}
-    with tqdm(total=count, desc="requests", disable=not use_tqdm, unit="req") as bar:
+    with ProgressBar(total=count, desc="requests", disable=not use_tqdm, unit="req") as bar:
         while len(results) < count:
             index, output = outputs.get()
             if isinstance(output, Exception):

@@ -12,11 +12,18 @@ from rawpaged.devices import open_backend
 from rawpaged.engine.admission import Admission
 from rawpaged.engine.engine import Engine
 from rawpaged.engine.engine_thread import EngineThread
-from rawpaged.engine.memory_plan import MemoryPlan, make_plan, resolve_dtype, scheduler_config
+from rawpaged.engine.memory_plan import (
+    MemoryPlan,
+    check_memory,
+    make_plan,
+    resolve_dtype,
+    scheduler_config,
+)
 from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.output_processor import OutputProcessor
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.warm_up import warm_up
+from rawpaged.errors import ConfigError
 from rawpaged.models.config import ModelConfig
 from rawpaged.tokenization.gguf_tokenizer import load_tokenizer_from_gguf
 from rawpaged.tokenization.tokenizer import Tokenizer, load_tokenizer_from_directory
@@ -53,6 +60,7 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
     )
     try:
         plan = make_plan(config, model, backend)
+        check_memory(plan, backend)
         logger.info("%s: %s\n%s", config.model, model.architecture, plan.describe())
         started = time.monotonic()
         if config.load_format == "dummy":
@@ -103,5 +111,7 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
         return load_tokenizer_from_directory(
             checkpoint.tokenizer_directory, chat_template=template
         )
+    if template is not None:
+        raise ConfigError(f"chat_template needs a tokenizer, and {config.model} has none")
     logger.warning("%s has no tokenizer.json: prompts must be token ids", config.model)
     return None
