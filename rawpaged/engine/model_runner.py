@@ -49,6 +49,8 @@ class ModelRunner:
         self.config = config
         self.backend = backend
         self.block_size = block_size
+        self.max_chunk_len = min(max_num_batched_tokens, max_model_len)
+        """Most tokens that one request can have in a step."""
         self.model = Llama(
             config,
             weights,

@@ -1,4 +1,4 @@
-"""One step through every op before the first request, so that kernels are compiled by then."""
+"""Steps through every op before the first request, so that kernels are compiled by then."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run one token through the model, with penalties, logprobs and a random draw.
+    """Run one token through the model, then two, with penalties, logprobs and a random draw.
 
-    It writes to slot 0 of block 0, which no request has yet.
+    Views of one row are laid out as views of many are not, and kernels are compiled for each
+    layout. It writes to the first slots of block 0, which no request has yet.
     """
     params = SamplingParams(
         temperature=1.0, top_k=2, top_p=0.9, logprobs=1, prompt_logprobs=1, frequency_penalty=0.1
     )
-    # Two tokens, the second generated: then prompt logprobs, penalties and counts all have work.
-    request = Request("warm-up", [0], params, max_tokens=2)
-    request.token_ids.append(0)
-    chunk = ScheduledRequest("warm-up", (0,), start=0, block_table=(0,), samples=True)
-    runner.execute(SchedulerOutput((chunk,), ()), {"warm-up": request})
+    for num_tokens in range(1, min(2, runner.max_chunk_len) + 1):
+        # One token more, as if generated, so that penalties have work.
+        request = Request("warm-up", [0] * num_tokens, params, max_tokens=2)
+        request.token_ids.append(0)
+        chunk = ScheduledRequest(
+            "warm-up", (0,) * num_tokens, start=0, block_table=(0,), samples=True
+        )
+        runner.execute(SchedulerOutput((chunk,), ()), {"warm-up": request})
