@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
 from rawpaged.config import EngineConfig
 from rawpaged.engine.engine_thread import EngineThread
 from rawpaged.engine.loading import load_engine
-from rawpaged.engine.output_processor import Sink, Submission
+from rawpaged.engine.output_processor import Submission
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
@@ -51,27 +52,21 @@ class AsyncEngine:
         sampling_params: SamplingParams,
         *,
         request_id: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> OutputStream:
         """Outputs as they come, by `sampling_params.output_kind`; the last has `finished`.
 
         The request is queued by this call, not by the first iteration. Leaving the iterator
         early (`aclose`) aborts it. Raises InvalidRequestError before anything is queued and
-        EngineClosedError; iterating raises RequestFailedError if the engine fails.
+        EngineClosedError. Iterating raises RequestFailedError if the engine fails, and
+        InvalidRequestError if an unfinished request has the same `request_id`.
         """
         token_ids = self.validate(prompt, sampling_params)
         if request_id is None:
-            request_id = f"request-{next(self._numbers)}"
-        outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._thread.submit(
-            Submission(
-                request_id,
-                prompt if isinstance(prompt, str) else None,
-                token_ids,
-                sampling_params,
-                _sink_into(outputs, self._thread, request_id),
-            )
-        )
-        return _stream(outputs, self._thread, request_id)
+            request_id = f"request-{next(self._numbers)}-{secrets.token_hex(8)}"
+        stream = OutputStream(self._thread)
+        text = prompt if isinstance(prompt, str) else None
+        stream.submit(request_id, text, token_ids, sampling_params)
+        return stream
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort"."""
@@ -93,33 +88,59 @@ class AsyncEngine:
         self.close()
 
 
-def _sink_into(
-    outputs: asyncio.Queue[RequestOutput | Exception], thread: EngineThread, request_id: str
-) -> Sink:
-    """A sink for the engine's thread that hands outputs to the running event loop."""
-    loop = asyncio.get_running_loop()
+class OutputStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request, for one reader on the event loop that asked for it.
 
-    def sink(output: RequestOutput | Exception) -> None:
+    A reader that leaves early (`aclose`, cancellation, or letting go of the stream) aborts the
+    request, whether it has begun to read or not.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._submission: Submission | None = None
+        """None once the request has ended for the reader."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = thread
+        self._outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    def submit(
+        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+    ) -> None:
+        """Queue the request; raises EngineClosedError."""
+        loop, outputs, cancel = self._loop, self._outputs, self._thread.cancel
+
+        def sink(output: RequestOutput | Exception) -> None:
+            try:
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+            except RuntimeError:  # the loop was closed: nobody is left to read
+                cancel(submission)
+
+        submission = Submission(request_id, prompt, token_ids, params, sink)
+        self._thread.submit(submission)
+        self._submission = submission
+
+    async def __anext__(self) -> RequestOutput:
+        if self._submission is None:
+            raise StopAsyncIteration
         try:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
-        except RuntimeError:  # the loop was closed: nobody is left to read
-            thread.abort(request_id)
+            output = await self._outputs.get()
+        except BaseException:
+            self._leave()
+            raise
+        if isinstance(output, Exception):
+            self._submission = None
+            raise output
+        if output.finished:
+            self._submission = None
+        return output
 
-    return sink
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended; nothing more comes."""
+        self._leave()
 
+    def __del__(self) -> None:
+        self._leave()
 
-async def _stream(
-    outputs: asyncio.Queue[RequestOutput | Exception], thread: EngineThread, request_id: str
-) -> AsyncIterator[RequestOutput]:
-    ended = False
-    try:
-        while not ended:
-            output = await outputs.get()
-            if isinstance(output, Exception):
-                ended = True
-                raise output
-            ended = output.finished
-            yield output
-    finally:
-        if not ended:
-            thread.abort(request_id)
+    def _leave(self) -> None:
+        submission, self._submission = self._submission, None
+        if submission is not None:
+            self._thread.cancel(submission)

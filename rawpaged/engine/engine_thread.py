@@ -23,8 +23,16 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class _Cancel:
+    submission: Submission
+
+
+@dataclass(frozen=True, slots=True)
 class _Close:
     pass
+
+
+_Command = Submission | _Abort | _Cancel | _Close
 
 
 class EngineThread:
@@ -38,7 +46,7 @@ class EngineThread:
         self._engine = engine
         self._processor = processor
         self._admission = admission
-        self._commands: queue.SimpleQueue[Submission | _Abort | _Close] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Guards `_closed`, so that nothing is queued behind the closing command.
         self._lock = threading.Lock()
         self._closed = False
@@ -60,6 +68,10 @@ class EngineThread:
         """End a request; unknown or ended ones are none of this call's business."""
         self._commands.put(_Abort(request_id))
 
+    def cancel(self, submission: Submission) -> None:
+        """Abort what was submitted, but not another request that has the same name by now."""
+        self._commands.put(_Cancel(submission))
+
     def close(self) -> None:
         """Abort what runs, end the thread and free the engine; may be called again."""
         with self._lock:
@@ -77,9 +89,9 @@ class EngineThread:
             logger.exception("the engine thread died")
             with self._lock:
                 self._closed = True
-            error = RequestFailedError("the engine died; its log tells why")
             self._refuse_queued()
             for request_id in self._processor.request_ids():
+                error = RequestFailedError("the engine died; its log tells why")
                 self._processor.fail(request_id, error)
         finally:
             self._engine.close()
@@ -99,9 +111,13 @@ class EngineThread:
             if isinstance(command, _Close):
                 for request_id in self._processor.request_ids():
                     self._abort(request_id)
+                self._engine.record_idle()
                 return False
             if isinstance(command, _Abort):
                 self._abort(command.request_id)
+            elif isinstance(command, _Cancel):
+                if self._processor.holds(command.submission):
+                    self._abort(command.submission.request_id)
             else:
                 self._start(command)
 
@@ -139,8 +155,8 @@ class EngineThread:
         self._processor.process(outputs)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        for hit in self._processor.process(outputs):
-            self._engine.finish(hit.sample_id, FinishReason.STOP, hit.stop)
+        for end in self._processor.process(outputs):
+            self._engine.finish(end.sample_id, end.reason, end.stop_reason)
 
     def _refuse_queued(self) -> None:
         while not self._commands.empty():

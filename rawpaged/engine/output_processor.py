@@ -33,11 +33,13 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class StopStringHit:
-    """A sample whose text met a stop string: the engine has to end it."""
+class SampleEnd:
+    """A sample that the engine does not know to be over: it has to end it."""
 
     sample_id: str
-    stop: str
+    reason: FinishReason
+    stop_reason: str | None = None
+    """The stop string that its text has met."""
 
 
 def sample_id(request_id: str, index: int) -> str:
@@ -56,6 +58,11 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
 
+    def holds(self, submission: Submission) -> bool:
+        """Whether this very submission is unfinished, and not another of its name."""
+        state = self._states.get(submission.request_id)
+        return state is not None and state.submission is submission
+
     def request_ids(self) -> list[str]:
         return list(self._states)
 
@@ -69,9 +76,12 @@ class OutputProcessor:
         for sample in samples:
             self._samples[sample_id(submission.request_id, sample.index)] = (state, sample)
 
-    def process(self, outputs: list[EngineOutput]) -> list[StopStringHit]:
-        """Send on what a step brought; returns the samples that a stop string ended."""
-        hits = []
+    def process(self, outputs: list[EngineOutput]) -> list[SampleEnd]:
+        """Send on what a step brought; returns the samples that the engine has to end.
+
+        These are the ones that met a stop string, and the other samples of a request that failed.
+        """
+        ends = []
         touched: dict[str, _RequestState] = {}
         for output in outputs:
             found = self._samples.get(output.request_id)
@@ -80,17 +90,19 @@ class OutputProcessor:
             state, sample = found
             stop = state.take(sample, output)
             if stop is not None and output.finish_reason is None:
-                hits.append(StopStringHit(output.request_id, stop))
+                ends.append(SampleEnd(output.request_id, FinishReason.STOP, stop))
             if sample.finish_reason is not None:
                 del self._samples[output.request_id]
             touched[state.submission.request_id] = state
         for request_id, state in touched.items():
             if state.error is not None:
+                names = self.unfinished_samples(request_id)
+                ends += [SampleEnd(name, FinishReason.ERROR) for name in names]
                 self._drop(request_id)
             elif state.finished:
                 del self._states[request_id]
             state.emit()
-        return hits
+        return ends
 
     def unfinished_samples(self, request_id: str) -> list[str]:
         """Names of the samples that the engine still works on."""
