@@ -100,3 +100,30 @@ template <>
 KDEV bf16 from_float<bf16>(float x) { return __float2bfloat16(x); }
 template <>
 KDEV half from_float<half>(float x) { return __float2half(x); }
+
+// Two elements in a register, the first in the low half; T is named by a null pointer.
+KDEV unsigned pack2(float a, float b, const bf16*) {
+  return __bfloat16_as_ushort(__float2bfloat16(a)) |
+         (unsigned)__bfloat16_as_ushort(__float2bfloat16(b)) << 16;
+}
+KDEV unsigned pack2(float a, float b, const half*) {
+  return __half_as_ushort(__float2half(a)) | (unsigned)__half_as_ushort(__float2half(b)) << 16;
+}
+KDEV void unpack2(float& a, float& b, unsigned u, const bf16*) {
+  a = bf16_low(u);
+  b = bf16_high(u);
+}
+KDEV void unpack2(float& a, float& b, unsigned u, const half*) {
+  a = __half2float(__ushort_as_half((unsigned short)u));
+  b = __half2float(__ushort_as_half((unsigned short)(u >> 16)));
+}
+
+// Where chunk `chunk` (8 elements of 16 bits) of row `row` lies in a shared tile of rows of COLUMNS
+// (32 or 64) elements, in elements. Chunks are exchanged so that 8 rows' chunks of one column lie
+// in all 32 banks, as do the chunks of a row: cp.async and ldmatrix meet no conflicts.
+template <int COLUMNS>
+KDEV int swizzled(int row, int chunk) {
+  static_assert(COLUMNS == 32 || COLUMNS == 64, "rows of 64 or 128 bytes");
+  constexpr int chunks = COLUMNS / 8, rows_shift = COLUMNS == 64 ? 0 : 1;
+  return row * COLUMNS + 8 * (chunk ^ ((row >> rows_shift) & (chunks - 1)));
+}
