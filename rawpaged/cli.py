@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -15,7 +17,7 @@ from typing import Any
 
 import rawpaged
 from rawpaged.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
-from rawpaged.errors import RawpagedError
+from rawpaged.errors import ConfigError, InvalidRequestError, RawpagedError
 
 API_KEY_VARIABLE = "RAWPAGED_API_KEY"
 _UNITS = {"": 1, "b": 1}
@@ -47,7 +49,7 @@ def byte_size(text: str) -> int:
     digits = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = text.strip().lower()[len(digits) :].strip()
     try:
-        size = int(float(digits) * _UNITS[unit])
+        size = int((int(digits) if digits.isdecimal() else float(digits)) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
         message = f"{text!r} is no size; say 4000000, 50GB or 4GiB"
         raise argparse.ArgumentTypeError(message) from None
@@ -148,8 +150,33 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
 
 
+def _check_server_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what would otherwise show only after the model is loaded."""
+    if not all(args.served_model_name or [args.model]):
+        raise ConfigError("a served model needs a name")
+    key = args.api_key
+    if key is not None and not (key and key.isascii() and key.strip() == key):
+        raise ConfigError("the API key must be ASCII, not empty and without blanks around it")
+    if not 0.0 <= args.shutdown_timeout < math.inf:
+        raise ConfigError(f"shutdown_timeout={args.shutdown_timeout} must be 0 or more seconds")
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"port={args.port} must be between 0 and 65535")
+    try:
+        addresses = socket.getaddrinfo(
+            args.host or None, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in addresses:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {args.host}:{args.port}: {reason}") from error
+
+
 def _serve(args: argparse.Namespace) -> int:
     config = _engine_config(args)
+    _check_server_flags(args)
     from rawpaged.engine.async_engine import AsyncEngine
     from rawpaged.server.app import create_app
     from rawpaged.server.metrics import PrometheusStats
@@ -190,7 +217,7 @@ def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed_request
     )
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with LLM(config) as llm:
         if args.chat:
             outputs = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
@@ -198,6 +225,13 @@ def _generate(args: argparse.Namespace) -> int:
             outputs = llm.generate(prompt, params, use_tqdm=False)
     print(outputs[0].outputs[0].text)
     return 0
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is not text: {error}", "prompt") from None
 
 
 def _plan(args: argparse.Namespace) -> int:
