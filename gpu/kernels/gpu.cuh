@@ -54,6 +54,14 @@ KDEV void ldmatrix_x4_trans(unsigned (&r)[4], const void* p) {
                : "memory");
 }
 
+// An 8x8 matrix of 16-bit elements transposed: lane 4 * g + t gives and gets
+// columns 2 * t and 2 * t + 1 of row g.
+KDEV unsigned movmatrix_trans(unsigned row) {
+  unsigned column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+  return column;
+}
+
 // 16 bytes from global to shared memory; with pred false zeros, and src is not read.
 KDEV void cp_async16(void* dst, const void* src, bool pred) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_u32(dst)), "l"(src),
