@@ -10,6 +10,9 @@ import pytest
 from rawpaged.backend import Backend
 from rawpaged.devices import open_backend
 from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.hostsim.conftest import cuda_wheels, host_loader
+
+__all__ = ["cuda_wheels", "host_loader"]
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = GOLDEN / "tiny"
