@@ -24,6 +24,9 @@ from rawpaged.cpu.tiles import accumulate
 TILE_ROWS = 32
 """Query rows of a task at most, unless one token has more query heads in a group."""
 
+_GRAIN = 4096
+"""Query heads times keys in a share, at least: some 50 us of work at head size 64."""
+
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
@@ -40,8 +43,12 @@ class AttentionWork:
 def split_work(
     meta: BatchMeta, num_heads: int, num_kv_heads: int, num_threads: int
 ) -> AttentionWork:
-    """Cut each request's queries into tiles; cost is queries times keys seen."""
-    tile = max(1, TILE_ROWS // (num_heads // num_kv_heads))
+    """Cut each request's queries into tiles, and the tiles into a range a thread.
+
+    Cost is query heads times keys seen. Shares below _GRAIN are not worth another thread.
+    """
+    group = num_heads // num_kv_heads
+    tile = max(1, TILE_ROWS // group)
     rows = []
     costs = []
     for request, seq_len in enumerate(meta.seq_lens.tolist()):
@@ -50,9 +57,10 @@ def split_work(
             last = min(first + tile, end)
             for head in range(num_kv_heads):
                 rows.append((request, head, first, last))
-                costs.append((last - first) * (seq_len - (end - last)) + 64)
+                costs.append((last - first) * group * (seq_len - (end - last)))
     cumulative = np.cumsum(costs)
-    shares = [cumulative[-1] * part / num_threads for part in range(1, num_threads)]
+    parts = max(1, min(num_threads, int(cumulative[-1]) // _GRAIN))
+    shares = [cumulative[-1] * part / parts for part in range(1, parts)]
     cuts = np.searchsorted(cumulative, shares).tolist()
     bounds = sorted({0, *cuts, len(rows)})
     return AttentionWork(np.array(rows, np.int32), bounds, int(meta.seq_lens.max()))

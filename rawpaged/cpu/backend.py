@@ -30,8 +30,13 @@ from rawpaged.cpu.threads import ThreadTeam
 
 Float32 = npt.NDArray[np.float32]
 
-_GRAIN = 16384
-"""Elements below which a share of a row-wise op is not worth a second thread."""
+# Waking a second thread costs about as much as 50 us of work; less than this is not split.
+_ROW_GRAIN = 131072
+"""Elements of a row-wise op in a share, at least."""
+_LINEAR_GRAIN_BYTES = 2 << 20
+"""Weights in a share, at least, where reading them is what takes the time."""
+_LINEAR_GRAIN_PRODUCTS = 2 << 20
+"""Multiply-adds in a share, at least, where they are."""
 
 
 class CpuBackend:
@@ -134,7 +139,10 @@ class CpuBackend:
             x=x,
             panels=panels,
         )
-        self._team.run(linear_panels, len(panels), out, x, panels, packed.bias, grain=2)
+        by_bytes = _LINEAR_GRAIN_BYTES // panels[0].nbytes
+        by_products = _LINEAR_GRAIN_PRODUCTS // (panels[0].size * len(x))
+        grain = max(1, min(by_bytes, by_products))
+        self._team.run(linear_panels, len(panels), out, x, panels, packed.bias, grain=grain)
 
     def rope(self, x: Float32, positions: npt.NDArray[np.int32], cos_sin: Float32) -> None:
         _check(
@@ -249,7 +257,7 @@ class CpuBackend:
         count = len(sized)
         if count == 0:
             return
-        grain = max(1, _GRAIN * count // sized.size)
+        grain = max(1, _ROW_GRAIN * count // sized.size)
         self._team.run(kernel, count, *args, grain=grain)
 
 
