@@ -169,10 +169,10 @@ def load_kernels(loader: Loader, instances: Sequence[Instance]) -> dict[str, Ker
 
 
 def source_text(source: str, instances: Sequence[Instance]) -> str:
-    """A translation unit: the file, then its kernels."""
+    """A translation unit: the file under its own name, for profilers and messages; its kernels."""
     body = resources.files(KERNEL_PACKAGE).joinpath(source).read_text(encoding="utf-8")
     definitions = "\n".join(instance.definition for instance in instances)
-    return f"{body}\n{definitions}"
+    return f'#line 1 "{source}"\n{body}\n{definitions}'
 
 
 def _replace_types(c_type: str, types: Mapping[str, str]) -> str:
