@@ -30,11 +30,30 @@ def header_text(include: Path) -> str:
     return "".join(path.read_text(encoding="utf-8") for path in sorted(include.glob("*.cuh")))
 
 
-class CupyLoader:
-    """A Loader for the current device; functions run on CuPy's current stream."""
+class _StreamFunction:
+    """A kernel that is launched on one stream."""
 
-    def __init__(self, cupy: Any) -> None:
+    def __init__(self, raw: Any, stream: Any) -> None:
+        self._raw = raw
+        self._stream = stream
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: tuple[Any, ...],
+        *,
+        shared_mem: int = 0,
+    ) -> None:
+        self._raw(grid, block, args, shared_mem=shared_mem, stream=self._stream)
+
+
+class CupyLoader:
+    """A Loader for the current device whose functions run on `stream`."""
+
+    def __init__(self, cupy: Any, stream: Any) -> None:
         self._cupy = cupy
+        self._stream = stream
         include = resources.files(KERNEL_PACKAGE)
         # RawModule hands the folder to NVRTC, so it has to be one on disk.
         assert isinstance(include, Path), f"{include} is not a folder"
@@ -50,5 +69,5 @@ class CupyLoader:
             function = module.get_function(name)
             if max_shared_mem[name] > _STATIC_SHARED_BYTES:
                 function.max_dynamic_shared_size_bytes = max_shared_mem[name]
-            functions[name] = function
+            functions[name] = _StreamFunction(function, self._stream)
         return functions

@@ -1,0 +1,148 @@
+"""Memory, copies, streams and graphs: all that the backend needs of a device beside kernels.
+
+`CudaDevice` is CuPy's current device. The tests have another Device that keeps arrays on the host
+and runs kernels in a simulator, so that everything above this module runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.errors import BackendError
+from rawpaged.gpu.module import Loader
+
+_DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of an element type's name, bfloat16 and float8_e4m3fn among them."""
+    return _DTYPES.get(name) or np.dtype(name)
+
+
+class Device(Protocol):
+    """Where arrays live and kernels run; everything is ordered on one stream."""
+
+    @property
+    def loader(self) -> Loader: ...
+    @property
+    def compute_capability(self) -> int:
+        """90 for sm_90."""
+        ...
+
+    @property
+    def stream(self) -> Any:
+        """The stream's address for launches that take one; 0 on the host."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """A copy on the device; the caller may change the original afterwards."""
+        ...
+
+    def write(self, target: Any, array: npt.NDArray[Any]) -> None:
+        """Copy into a device array, in order with the launches before and after."""
+        ...
+
+    def download(self, array: Any) -> npt.NDArray[Any]:
+        """A copy on the host, after everything queued before."""
+        ...
+
+    def synchronize(self) -> None: ...
+    def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
+        """A callable that repeats the launches over the same arrays; they do not run now."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(available, total) bytes."""
+        ...
+
+    def close(self) -> None:
+        """Give back all memory that nothing uses."""
+        ...
+
+
+class CudaDevice:
+    """CuPy's current device with a stream of its own. Raises BackendError if there is none."""
+
+    def __init__(self) -> None:
+        self._cupy = _import_cupy()
+        from rawpaged.gpu.cupy_loader import CupyLoader
+
+        self._device = self._cupy.cuda.Device()
+        self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self.loader: Loader = CupyLoader(self._cupy, self._stream)
+
+    @property
+    def compute_capability(self) -> int:
+        return int(self._device.compute_capability)
+
+    @property
+    def stream(self) -> Any:
+        return self._stream.ptr
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        with self._device, self._stream:
+            return self._cupy.empty(shape, numpy_dtype(dtype))
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        target = self.empty(array.shape, array.dtype.name)
+        target.set(np.ascontiguousarray(array), stream=self._stream)
+        self._stream.synchronize()
+        return target
+
+    def write(self, target: Any, array: npt.NDArray[Any]) -> None:
+        target.set(np.ascontiguousarray(array), stream=self._stream)
+
+    def download(self, array: Any) -> npt.NDArray[Any]:
+        with self._device:
+            host: npt.NDArray[Any] = self._cupy.asnumpy(array, stream=self._stream)
+        self._stream.synchronize()
+        return host
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
+        with self._device, self._stream:
+            self._stream.begin_capture()
+            try:
+                launches()
+            finally:
+                graph = self._stream.end_capture()
+
+        def replay() -> None:
+            graph.launch(stream=self._stream)
+
+        return replay
+
+    def memory_info(self) -> tuple[int, int]:
+        with self._device:
+            available, total = self._cupy.cuda.runtime.memGetInfo()
+        return int(available), int(total)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        with self._device:
+            self._cupy.get_default_memory_pool().free_all_blocks()
+            self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+
+def _import_cupy() -> Any:
+    """CuPy with at least one device behind it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendError(
+            "device='cuda' needs CuPy: pip install 'rawpaged[cuda13]' or 'rawpaged[cuda12]'"
+        ) from error
+    if not cupy.cuda.is_available():
+        raise BackendError("device='cuda': CuPy finds no CUDA device or no driver")
+    return cupy
