@@ -246,6 +246,13 @@ KDEV int __ffs(int x) { return __builtin_ffs(x); }
 KDEV int __ffsll(long long x) { return __builtin_ffsll(x); }
 KDEV int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 KDEV int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+KDEV unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  const unsigned long long bytes = (unsigned long long)high << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= (unsigned)(bytes >> (selectors >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  return result;
+}
 KDEV unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 KDEV int __mulhi(int a, int b) { return (int)((int64_t)a * b >> 32); }
 KDEV unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
@@ -416,6 +423,15 @@ KDEV void ldmatrix_x4(unsigned (&r)[4], const void* p, HOSTSIM_HERE) {
 }
 KDEV void ldmatrix_x4_trans(unsigned (&r)[4], const void* p, HOSTSIM_HERE) {
   hostsim::load_matrices(r, p, true, site);
+}
+HOSTSIM_UNCHECKED inline unsigned movmatrix_trans(unsigned row, HOSTSIM_HERE) {
+  const hostsim::Lanes& lanes =
+      hostsim::exchange(0xffffffffu, &row, sizeof row, "movmatrix", site);
+  const int column = hostsim::lane_index() >> 2, pair = hostsim::lane_index() & 3;
+  uint16_t low, high;
+  std::memcpy(&low, lanes.slot[8 * pair + column / 2] + column % 2 * 2, 2);
+  std::memcpy(&high, lanes.slot[8 * pair + 4 + column / 2] + column % 2 * 2, 2);
+  return low | (unsigned)high << 16;
 }
 KDEV void cp_async16(void* dst, const void* src, bool pred, HOSTSIM_HERE) {
   hostsim::copy_async16(dst, src, pred, site);
