@@ -54,7 +54,7 @@ struct Fiber {
 };
 
 struct Warp {
-  unsigned existing, exited;
+  unsigned existing, exited, waiting;  // lanes; waiting in a collective
 };
 
 struct Block {

@@ -172,34 +172,37 @@ void release_block_barrier() {
 
 // Fails if the current lane and a waiting one name each other but mean different calls.
 void check_agreement(const Fiber& other, unsigned mask) {
-  if (other.state != State::in_warp || !(other.mask >> current->lane & 1)) return;
+  if (!(other.mask >> current->lane & 1)) return;
   if (other.mask != mask)
     fail({nullptr, current->site}, "warp",
          "%s with mask %08x, but lane %d waits in %s with mask %08x at %s:%d", current->call, mask,
          other.lane, other.call, other.mask, other.site.file, other.site.line);
-  if (strcmp(other.call, current->call) != 0)
+  if (other.call != current->call && strcmp(other.call, current->call) != 0)
     fail({nullptr, current->site}, "warp", "%s, but lane %d of the mask waits in %s at %s:%d",
          current->call, other.lane, other.call, other.site.file, other.site.line);
 }
 
 // True for the lane of the mask that comes last. Lanes that the block lacks do not count.
 bool meet(unsigned mask, const char* call, Site site) {
-  const Warp& warp = warps[current->warp];
-  wait_in(State::in_warp, call, site, mask & warp.existing);
+  Warp& warp = warps[current->warp];
   mask &= warp.existing;
+  wait_in(State::in_warp, call, site, mask);
   if (!(mask >> current->lane & 1))
     fail({nullptr, site}, "warp", "%s: the calling lane %d is not in mask %08x", call,
          current->lane, mask);
   if (mask & warp.exited)
     fail({nullptr, site}, "warp", "%s: mask %08x names lanes %08x, which have exited", call, mask,
          mask & warp.exited);
+  warp.waiting |= 1u << current->lane;
+  if ((warp.waiting & mask) != mask) return false;
   bool complete = true;
   for (int i = 0; i < kWarpSize; ++i) {
-    if (!(mask >> i & 1) || i == current->lane) continue;
+    if (!(mask >> i & 1)) continue;
     const Fiber& other = warp_fibers(current->warp)[i];
     check_agreement(other, mask);
-    complete = complete && other.state == State::in_warp && other.mask == mask;
+    complete = complete && other.mask == mask;
   }
+  if (complete) warp.waiting &= ~mask;
   return complete;
 }
 
