@@ -111,11 +111,12 @@ KDEV half from_float<half>(float x) { return __float2half(x); }
 
 // Two elements in a register, the first in the low half; T is named by a null pointer.
 KDEV unsigned pack2(float a, float b, const bf16*) {
-  return __bfloat16_as_ushort(__float2bfloat16(a)) |
-         (unsigned)__bfloat16_as_ushort(__float2bfloat16(b)) << 16;
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);  // one instruction
+  return *reinterpret_cast<const unsigned*>(&pair);
 }
 KDEV unsigned pack2(float a, float b, const half*) {
-  return __half_as_ushort(__float2half(a)) | (unsigned)__half_as_ushort(__float2half(b)) << 16;
+  const __half2 pair = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const unsigned*>(&pair);
 }
 KDEV void unpack2(float& a, float& b, unsigned u, const bf16*) {
   a = bf16_low(u);
