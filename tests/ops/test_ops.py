@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,17 +10,20 @@ from rawpaged.backend import Backend, BatchMeta
 from rawpaged.errors import BackendError
 from tests import reference
 from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase
+from tests.ops.row_cases import (
+    NORM_SIZES,
+    add_norm_case,
+    embed_case,
+    gather_case,
+    head_norm_case,
+    norm_case,
+    normal,
+    rope_case,
+    silu_case,
+    stored,
+)
 
 Float32 = npt.NDArray[np.float32]
-
-
-def stored(x: Float32, dtype: str) -> Float32:
-    """x as it comes back out of memory of that type."""
-    return x.astype(ml_dtypes.bfloat16).astype(np.float32) if dtype == "bfloat16" else x
-
-
-def normal(rng: np.random.Generator, *shape: int) -> Float32:
-    return rng.standard_normal(shape).astype(np.float32)
 
 
 def poisoned(backend: Backend, *shape: int) -> Float32:
@@ -49,74 +51,57 @@ def test_linear(
 
 
 def test_embed_gives_the_stored_rows_exactly(backend: Backend) -> None:
-    rng = np.random.default_rng(0)
-    table = normal(rng, 77, 40)
-    ids = np.array([0, 76, 31, 32, 5, 5], np.int32)
+    case = embed_case()
     out = poisoned(backend, 6, 40)
-    backend.embed(out, backend.upload(ids), backend.pack_linear(table, None))
-    np.testing.assert_array_equal(backend.download(out), stored(table, backend.dtype)[ids])
+    backend.embed(out, backend.upload(case.token_ids), backend.pack_linear(case.table, None))
+    expected = stored(case.table, backend.dtype)[case.token_ids]
+    np.testing.assert_array_equal(backend.download(out), expected)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 64, 100, 576])
+@pytest.mark.parametrize("size", NORM_SIZES)
 def test_rms_norm(backend: Backend, size: int) -> None:
-    rng = np.random.default_rng(size)
-    x, weight = normal(rng, 5, size), normal(rng, size)
+    case = norm_case(size)
     out = poisoned(backend, 5, size)
-    backend.rms_norm(out, backend.upload(x), backend.upload(weight), 1e-5)
-    np.testing.assert_allclose(out, reference.rms_norm(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
+    backend.rms_norm(out, backend.upload(case.x), backend.upload(case.weight), case.eps)
+    np.testing.assert_allclose(out, case.expected, rtol=2e-6, atol=1e-6)
 
 
 def test_rms_norm_of_heads_in_place(backend: Backend) -> None:
-    rng = np.random.default_rng(1)
-    qkv, weight = normal(rng, 3, 6, 32), normal(rng, 32)
-    x = backend.upload(qkv)
-    backend.rms_norm(x[:, 1:4], x[:, 1:4], backend.upload(weight), 1e-6)
-    expected = qkv.astype(np.float64)
-    expected[:, 1:4] = reference.rms_norm(qkv[:, 1:4], weight, 1e-6)
-    np.testing.assert_allclose(x, expected, rtol=2e-6, atol=1e-6)
+    case = head_norm_case()
+    x = backend.upload(case.x)
+    backend.rms_norm(x[:, 1:4], x[:, 1:4], backend.upload(case.weight), case.eps)
+    np.testing.assert_allclose(x, case.expected, rtol=2e-6, atol=1e-6)
 
 
 def test_add_rms_norm(backend: Backend) -> None:
-    rng = np.random.default_rng(2)
-    x, residual, weight = normal(rng, 70, 576), normal(rng, 70, 576), normal(rng, 576)
-    out, total = poisoned(backend, 70, 576), backend.upload(residual)
-    backend.add_rms_norm(out, backend.upload(x), total, backend.upload(weight), 1e-5)
-    np.testing.assert_array_equal(total, x + residual)
-    np.testing.assert_allclose(
-        out, reference.rms_norm(x + residual, weight, 1e-5), rtol=5e-6, atol=1e-6
-    )
+    case = add_norm_case()
+    out, total = poisoned(backend, 70, 576), backend.upload(case.residual)
+    weight = backend.upload(case.weight)
+    backend.add_rms_norm(out, backend.upload(case.x), total, weight, case.eps)
+    np.testing.assert_array_equal(total, case.x + case.residual)
+    np.testing.assert_allclose(out, case.expected, rtol=5e-6, atol=1e-6)
 
 
 def test_rope(backend: Backend) -> None:
-    rng = np.random.default_rng(3)
-    frequencies = 100.0 ** -(np.arange(8) / 8)
-    angles = np.arange(50)[:, None] * frequencies
-    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    x = normal(rng, 4, 5, 16)
-    positions = np.array([0, 49, 7, 7], np.int32)
-    rotated = backend.upload(x)
-    backend.rope(rotated[:, :3], backend.upload(positions), backend.upload(table))
-    expected = x.astype(np.float64)
-    expected[:, :3] = reference.rope(x[:, :3], positions, frequencies)
-    np.testing.assert_allclose(rotated, expected, rtol=1e-5, atol=1e-5)
+    case = rope_case()
+    x = backend.upload(case.x)
+    cos_sin = backend.upload(case.cos_sin)
+    backend.rope(x[:, : case.num_rotated], backend.upload(case.positions), cos_sin)
+    np.testing.assert_allclose(x, case.expected, rtol=1e-5, atol=1e-5)
 
 
 def test_silu_and_mul(backend: Backend) -> None:
-    rng = np.random.default_rng(4)
-    gate_up = 10 * normal(rng, 9, 224)
-    gate_up[0, :4] = [0.0, 1000.0, -1000.0, 88.0]
+    case = silu_case()
     out = poisoned(backend, 9, 112)
-    backend.silu_and_mul(out, backend.upload(gate_up))
-    with np.errstate(over="ignore"):
-        expected = reference.silu_and_mul(gate_up)
-    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-30)
+    backend.silu_and_mul(out, backend.upload(case.gate_up))
+    np.testing.assert_allclose(out, case.expected, rtol=2e-6, atol=1e-30)
 
 
 def test_gather_rows(backend: Backend) -> None:
-    x = normal(np.random.default_rng(5), 9, 12)
+    case = gather_case()
     out = poisoned(backend, 3, 12)
-    backend.gather_rows(out, backend.upload(x), backend.upload(np.array([8, 0, 8], np.int32)))
-    np.testing.assert_array_equal(out, x[[8, 0, 8]])
+    backend.gather_rows(out, backend.upload(case.x), backend.upload(case.rows))
+    np.testing.assert_array_equal(out, case.x[case.rows])
 
 
 def make_meta(case: AttentionCase, rng: np.random.Generator) -> tuple[BatchMeta, int]:
