@@ -62,7 +62,7 @@ _GEMM_64_128 = GemmTile(64, 128, 32, 4, 2, 4)
 _GEMM_128 = GemmTile(128, 128, 32, 4, 2, 4)
 
 _99_KIB: Mapping[int, LinearTile] = {
-    8: FewRowsTile(8, 1, 4),
+    8: FewRowsTile(8, 1, 2),  # two CTAs an SM
     16: FewRowsTile(16, 1, 3),
     32: FewRowsTile(32, 1, 2),
     64: _GEMM_64,
@@ -71,6 +71,7 @@ _99_KIB: Mapping[int, LinearTile] = {
 }
 _163_KIB: Mapping[int, LinearTile] = {
     **_99_KIB,
+    8: FewRowsTile(8, 1, 3),  # two CTAs an SM, three where it has 228 KiB
     16: FewRowsTile(16, 2, 3),
     32: FewRowsTile(32, 2, 2),
 }

@@ -27,9 +27,8 @@
 //
 // mma.sync reaches about two thirds of an H100's dense peak; the way to the rest, wgmma with TMA,
 // would be another kernel behind the same launcher, chosen in gpu/tuned.py.
-#include "gpu.cuh"
+#include "linear.cuh"
 
-constexpr int ADD = 1, SILU_MUL = 2;   // epilogues; 0 stores the sums as they are
 constexpr int ROW_TILES_TOGETHER = 8;
 
 template <int BM_, int BN_, int BK_, int STAGES_, int WARPS_M_, int WARPS_N_>
@@ -159,8 +158,6 @@ KDEV void store4(T* p, const float (&v)[4]) {
   q.u[1] = pack2(v[2], v[3], p);
   *reinterpret_cast<Vec8*>(p) = q;
 }
-
-KDEV float silu(float x) { return x / (1.0f + ex2(-1.4426950408889634f * x)); }
 
 // The last step for four neighbouring columns of one row: bias, then the epilogue. `up` is read with
 // SILU_MUL only; whole: four elements may be read and written at once.

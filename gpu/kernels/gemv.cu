@@ -17,12 +17,9 @@
 //   Grid: x = blockDim / 32 * COLUMNS columns. No shared memory.
 //
 // Bytes from memory: 2 N K + out; from L2 another 2 M K for each CTA. FLOPs: 2 M N K.
-#include "gpu.cuh"
+#include "linear.cuh"
 
-constexpr int ADD = 1, SILU_MUL = 2;   // epilogues; 0 stores the sums as they are
 constexpr int DEPTH = 64;   // columns of a stage: 128 bytes of a row
-
-KDEV float silu(float x) { return x / (1.0f + ex2(-1.4426950408889634f * x)); }
 
 // The last step for one element. `up` is read with SILU_MUL only.
 template <int EPILOGUE, typename Out>

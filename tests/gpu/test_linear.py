@@ -1,0 +1,450 @@
+"""Matmul kernels on the simulator, against float64, with unused memory poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rawpaged.gpu.linear import (
+    Linear,
+    PackedLinear,
+    bytes_moved,
+    flops,
+    pack,
+    workspace_size,
+)
+from rawpaged.gpu.linear_kernels import Epilogue, Mode, instance_of, kernel_keys, slice_length
+from rawpaged.gpu.module import Function, source_text
+from rawpaged.gpu.tuned import (
+    ANY_ROWS,
+    LINEAR_TILES,
+    FewRowsTile,
+    GemmTile,
+    LinearTile,
+    linear_tiles,
+)
+from tests.hostsim.conftest import ORDERS
+from tests.hostsim.loader import HostLoader
+from tests.hostsim.wheels import CudaWheels
+
+pytestmark = pytest.mark.gpusim
+
+Floats = npt.NDArray[Any]
+
+GEMM_TILES = (
+    GemmTile(64, 64, 64, 4, 2, 2),
+    GemmTile(64, 128, 32, 4, 2, 4),
+    GemmTile(128, 128, 32, 4, 2, 4),
+)
+FEW_ROWS_TILES = (
+    FewRowsTile(8, 1, 2),
+    FewRowsTile(8, 1, 3),
+    FewRowsTile(16, 1, 3),
+    FewRowsTile(16, 2, 3),
+    FewRowsTile(32, 1, 2),
+    FewRowsTile(32, 2, 2),
+    FewRowsTile(32, 2, 3),
+)
+TILES = (*GEMM_TILES, *FEW_ROWS_TILES)
+MODES = {
+    "bfloat16": (
+        Mode(Epilogue.STORE, "bfloat16"),
+        Mode(Epilogue.ADD, "float32"),
+        Mode(Epilogue.SILU_MUL, "bfloat16"),
+    ),
+    "float16": (
+        Mode(Epilogue.STORE, "float32"),
+        Mode(Epilogue.ADD, "float16"),
+        Mode(Epilogue.SILU_MUL, "float16"),
+    ),
+}
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+CASES = [(dtype, mode) for dtype, modes in MODES.items() for mode in modes]
+CASE_IDS = [f"{dtype}-{mode.label}" for dtype, mode in CASES]
+
+
+# The other type differs in conversions and multiplication only.
+ORDERED_CASES = [
+    pytest.param(order, dtype, mode, id=f"{order[0]}-{dtype}-{mode.label}")
+    for dtype, mode in CASES
+    for order in ORDERS
+    if dtype == "bfloat16" or order == ORDERS[0]
+]
+
+
+class Compiled:
+    """A Loader that compiles every kernel of the tests at once, two sources a dtype."""
+
+    def __init__(self, loader: HostLoader) -> None:
+        self._functions: dict[str, Function] = {}
+        for dtype, modes in MODES.items():
+            keys = kernel_keys(TILES, modes, with_gemv=True)
+            instances = [instance_of(dtype, key) for key in keys]
+            for source in ("gemm.cu", "gemv.cu"):
+                chosen = [one for one in instances if one.declaration.source == source]
+                self._functions |= loader.load(
+                    source_text(source, chosen),
+                    [one.name for one in chosen],
+                    max_shared_mem={one.name: one.max_shared_mem for one in chosen},
+                )
+
+    def load(
+        self, source: str, names: Sequence[str], *, max_shared_mem: Mapping[str, int]
+    ) -> dict[str, Function]:
+        return {name: self._functions[name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def loader(request: pytest.FixtureRequest, cuda_wheels: CudaWheels) -> Compiled:
+    """Kernels under the checker, in the order of the parameter, or forward."""
+    order, seed = getattr(request, "param", ORDERS[0])
+    return Compiled(HostLoader(order=order, seed=seed))
+
+
+def make_linear(
+    loader: Compiled,
+    dtype: str,
+    tiles: LinearTile | Mapping[int, LinearTile],
+    *,
+    split: bool = False,
+    **options: bool,
+) -> Linear:
+    """One tile for all numbers of rows, or a table; products are split always or never."""
+    table = tiles if isinstance(tiles, Mapping) else {ANY_ROWS: tiles}
+    return Linear(
+        loader,
+        dtype=dtype,
+        tiles=table,
+        modes=MODES[dtype],
+        num_sms=10**6 if split else 1,
+        workspace=np.full(10**6 if split else 1, np.nan, np.float32),
+        **options,
+    )
+
+
+def make_operands(
+    dtype: str, rows: int, out_features: int, in_features: int
+) -> tuple[Floats, PackedLinear]:
+    """x, a view whose surroundings are NaN, and a packed weight with a bias."""
+    rng = np.random.default_rng(rows + 1000 * out_features)
+    around = aligned((rows + 1, in_features + 8), DTYPES[dtype])
+    x = around[:rows, :in_features]
+    x[...] = rng.standard_normal(x.shape)
+    weight = rng.standard_normal((out_features, in_features)) / 4
+    bias = rng.standard_normal(out_features)
+    return x, pack(weight, bias, dtype=dtype, to_device=to_device)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> Floats:
+    """NaN at a multiple of 256 bytes, as device memory is allocated."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 256, np.uint8)
+    start = -memory.ctypes.data % 256
+    array: Floats = memory[start : start + size].view(dtype).reshape(shape)
+    array[...] = np.nan
+    return array
+
+
+def to_device(array: Floats) -> Floats:
+    copy = aligned(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def run(linear: Linear, x: Floats, weight: PackedLinear, mode: Mode, *, offset: int = 0) -> Floats:
+    """The product into a view of a poisoned array, of which nothing else may be written."""
+    columns = weight.out_features // mode.halves
+    around = aligned((len(x) + 1, -(-columns // 8) * 8 + 8), DTYPES[mode.out_dtype])
+    out = around[: len(x), offset : offset + columns]
+    if mode.epilogue is Epilogue.ADD:
+        out[...] = before(out.shape)
+    linear(out, x, weight, mode.epilogue)
+    result = out.copy()
+    out[...] = np.nan
+    assert np.isnan(around.astype(np.float32)).all(), "written outside of out"
+    return result
+
+
+def before(shape: tuple[int, ...]) -> Floats:
+    """What out holds ahead of an addition; exact in every type."""
+    values: Floats = np.arange(np.prod(shape)).reshape(shape) % 5 - 2.0
+    return values
+
+
+def assert_product(out: Floats, x: Floats, weight: PackedLinear, mode: Mode) -> None:
+    """out is within the bound of float32 sums in any order, and one rounding to its type."""
+    exact_x, exact_weight = x.astype(np.float64), weight.weight.astype(np.float64)
+    sums = exact_x @ exact_weight.T + weight.bias
+    size = abs(exact_x) @ abs(exact_weight).T + abs(weight.bias)
+    # Tensor cores truncate where they align addends: twice float32's unit roundoff a step.
+    error = (x.shape[1] + 16) * 2.0**-23 * size
+    if mode.epilogue is Epilogue.SILU_MUL:
+        (gate, up), (gate_error, up_error) = np.split(sums, 2, 1), np.split(error, 2, 1)
+        silu = gate / (1 + np.exp(-gate))
+        sums = silu * up
+        # |silu'| < 1.1; the activation itself takes a few operations.
+        error = 1.1 * gate_error * (abs(up) + up_error) + abs(silu) * up_error
+        error += 2.0**-20 * abs(sums)
+    elif mode.epilogue is Epilogue.ADD:
+        sums = sums + before(sums.shape)
+        error = error + 2.0**-23 * abs(sums)
+    error += UNIT_ROUNDOFF[mode.out_dtype] * (abs(sums) + error) + 1e-30
+    wrong = ~(abs(out.astype(np.float64) - sums) <= error)
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.size}, first at {np.argwhere(wrong)[0]}"
+
+
+@pytest.mark.parametrize(("loader", "dtype", "mode"), ORDERED_CASES, indirect=["loader"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
+def test_gemm(loader: Compiled, tile: GemmTile, split: bool, dtype: str, mode: Mode) -> None:
+    linear = make_linear(loader, dtype, tile, split=split)
+    # A tile and a bit in both directions; the last slice is half, and not a whole stage.
+    for rows, out_features in ((tile.rows + 5, 34), (3, tile.columns + 38)):
+        x, weight = make_operands(dtype, rows, out_features, 168)
+        assert_product(run(linear, x, weight, mode), x, weight, mode)
+
+
+@pytest.mark.parametrize(("loader", "dtype", "mode"), ORDERED_CASES, indirect=["loader"])
+@pytest.mark.parametrize("tile", FEW_ROWS_TILES, ids=str)
+def test_few_rows(loader: Compiled, tile: FewRowsTile, dtype: str, mode: Mode) -> None:
+    linear = make_linear(loader, dtype, tile)
+    for rows, out_features, in_features in (
+        (1, 54, 520),
+        (tile.rows, 40, 72),
+        (tile.rows - 3, 2, 8),
+    ):
+        x, weight = make_operands(dtype, rows, out_features, in_features)
+        assert_product(run(linear, x, weight, mode), x, weight, mode)
+
+
+@pytest.mark.parametrize(("loader", "dtype", "mode"), ORDERED_CASES, indirect=["loader"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_gemv(loader: Compiled, rows: int, dtype: str, mode: Mode) -> None:
+    linear = make_linear(loader, dtype, GEMM_TILES[0], batch_invariant=False)
+    for out_features, in_features in ((38, 520), (2, 8)):
+        x, weight = make_operands(dtype, rows, out_features, in_features)
+        assert_product(run(linear, x, weight, mode), x, weight, mode)
+
+
+@pytest.mark.parametrize("dtype", MODES)
+@pytest.mark.parametrize("tile", [GEMM_TILES[0], FEW_ROWS_TILES[0]], ids=["gemm", "few rows"])
+@pytest.mark.parametrize("out_features", [1, 17, 31])
+def test_odd_columns_and_unaligned_results(
+    loader: Compiled, out_features: int, tile: LinearTile, dtype: str
+) -> None:
+    x, weight = make_operands(dtype, 5, out_features, 72)
+    for split in (False, True):
+        linear = make_linear(loader, dtype, tile, split=split)
+        for mode in MODES[dtype][:2]:
+            for offset in (0, 1):
+                out = run(linear, x, weight, mode, offset=offset)
+                assert_product(out, x, weight, mode)
+
+
+@pytest.mark.parametrize("mode", MODES["bfloat16"], ids=lambda mode: mode.label)
+def test_bits_of_a_row_do_not_depend_on_the_batch(loader: Compiled, mode: Mode) -> None:
+    dtype = "bfloat16"
+    table = {
+        8: FEW_ROWS_TILES[0],
+        32: FEW_ROWS_TILES[5],
+        64: GEMM_TILES[0],
+        ANY_ROWS: GEMM_TILES[2],
+    }
+    x, weight = make_operands(dtype, 130, 70, 600)
+    assert slice_length(600) == 128
+    linears = [make_linear(loader, dtype, table, split=split) for split in (False, True)]
+    whole = run(linears[0], x, weight, mode)
+    for rows in (1, 2, 7, 32, 33, 65, 130):
+        for linear in linears:
+            out = run(linear, x[:rows], weight, mode)
+            assert out.tobytes() == whole[:rows].tobytes(), f"{rows=}"
+            # Another place in the batch; the addition's own operand moves with the row.
+            if mode.epilogue is not Epilogue.ADD:
+                out = run(linear, x[130 - rows :], weight, mode)
+                assert out.tobytes() == whole[130 - rows :].tobytes(), f"{rows=}"
+
+
+@pytest.mark.parametrize(("dtype", "mode"), CASES[:4], ids=CASE_IDS[:4])
+def test_all_tiles_give_the_same_bits(loader: Compiled, dtype: str, mode: Mode) -> None:
+    x, weight = make_operands(dtype, 8, 70, 1000)
+    results = {
+        run(make_linear(loader, dtype, tile, split=split), x, weight, mode).tobytes()
+        for tile in TILES
+        for split in (False, True)
+    }
+    assert len(results) == 1
+
+
+def test_without_batch_invariance_sums_have_another_order(loader: Compiled) -> None:
+    """Shows that the comparisons of bits above can fail."""
+    x, weight = make_operands("float16", 4, 70, 1000)
+    mode = Mode(Epilogue.STORE, "float32")
+    results = [
+        run(
+            make_linear(loader, "float16", FEW_ROWS_TILES[0], batch_invariant=invariant),
+            x,
+            weight,
+            mode,
+        )
+        for invariant in (True, False)
+    ]
+    assert (results[0] != results[1]).any()
+
+
+def test_silu_of_large_numbers(loader: Compiled) -> None:
+    gates = np.array([0.0, 1000.0, -1000.0, 88.0, -88.0, -20.0, 2.0, -2.0])
+    weight = np.zeros((16, 8))
+    weight[:8, 0] = gates
+    weight[8:, 1] = 3.0
+    packed = pack(weight, None, dtype="bfloat16", to_device=to_device)
+    x = to_device(np.eye(2, 8, dtype=ml_dtypes.bfloat16).sum(0, keepdims=True))
+    with np.errstate(over="ignore"):
+        expected = gates / (1 + np.exp(-gates)) * 3
+    for tile in (GEMM_TILES[0], FEW_ROWS_TILES[0]):
+        out = run(make_linear(loader, "bfloat16", tile), x, packed, MODES["bfloat16"][2])
+        np.testing.assert_allclose(out[0].astype(np.float64), expected, rtol=2**-7, atol=1e-30)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [(150, 300, 1096), (5, 1000, 2048)]
+)
+def test_larger_products(
+    cuda_wheels: CudaWheels, rows: int, out_features: int, in_features: int
+) -> None:
+    mode = Mode(Epilogue.STORE, "bfloat16")
+    linear = Linear(
+        HostLoader("plain"),
+        dtype="bfloat16",
+        tiles={8: FEW_ROWS_TILES[1], ANY_ROWS: GEMM_TILES[2]},
+        modes=[mode],
+        num_sms=1,
+        workspace=np.zeros(1, np.float32),
+    )
+    x, weight = make_operands("bfloat16", rows, out_features, in_features)
+    assert_product(run(linear, x, weight, mode), x, weight, mode)
+
+
+def test_no_rows(loader: Compiled) -> None:
+    x, weight = make_operands("bfloat16", 1, 16, 16)
+    out = aligned((1, 16), DTYPES["bfloat16"])
+    make_linear(loader, "bfloat16", TILES[0])(out[:0], x[:0], weight)
+    assert np.isnan(out.astype(np.float32)).all()
+
+
+def test_what_does_not_fit_is_refused(loader: Compiled) -> None:
+    linear = make_linear(loader, "bfloat16", {8: FEW_ROWS_TILES[0], 64: GEMM_TILES[0]})
+    x, weight = make_operands("bfloat16", 65, 34, 24)
+    out = aligned((65, 34), DTYPES["bfloat16"])
+    wrong_x = (
+        x[:3].astype(np.float16),
+        x[:3, :16],
+        x[:4],
+        aligned((3, 31), x.dtype)[:, :24],  # rows 62 bytes apart
+        aligned((3, 32), x.dtype)[:, 1:25],  # rows begin within a chunk
+        aligned((3, 48), x.dtype)[:, ::2],
+    )
+    for wrong in wrong_x:
+        with pytest.raises(ValueError, match="do not fit"):
+            linear(out[:3], wrong, weight)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear(out[:3, :33], x[:3], weight)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear(out[:3, :16], x[:3], weight, Epilogue.SILU_MUL)
+    with pytest.raises(ValueError, match="was not declared"):
+        linear(out[:3], x[:3], weight, Epilogue.ADD)
+    with pytest.raises(ValueError, match="no tile for more than 64"):
+        linear(out, x, weight)
+
+
+def test_odd_features_cannot_be_halved(loader: Compiled) -> None:
+    x, weight = make_operands("bfloat16", 3, 33, 24)
+    with pytest.raises(ValueError, match="do not fit"):
+        make_linear(loader, "bfloat16", TILES[0])(
+            aligned((3, 16), x.dtype), x, weight, Epilogue.SILU_MUL
+        )
+
+
+def test_a_workspace_too_small_does_without_splitting(loader: Compiled) -> None:
+    x, weight = make_operands("bfloat16", 70, 34, 1000)
+    mode = MODES["bfloat16"][0]
+    results = []
+    for size in (8 * 70 * 48, 8 * 70 * 48 - 1):
+        workspace = np.full(size, np.nan, np.float32)
+        linear = Linear(
+            loader,
+            dtype="bfloat16",
+            tiles={ANY_ROWS: GEMM_TILES[0]},
+            modes=MODES["bfloat16"],
+            num_sms=4,
+            workspace=workspace,
+        )
+        results.append(run(linear, x, weight, mode).tobytes())
+        assert np.isnan(workspace).all() == (size < 8 * 70 * 48)
+    assert results[0] == results[1]
+
+
+def test_pack_rounds_and_pads() -> None:
+    weight = np.array([[1.0, 1.00390625, -3.0], [2.0**-3, 1.01171875, 5.0]], np.float32)
+    packed = pack(weight, None, dtype="bfloat16", to_device=to_device)
+    assert (packed.out_features, packed.in_features) == (2, 3)
+    assert packed.weight.shape == (2, 8)
+    # Halfway cases go to the even neighbour.
+    rounded = np.array([[1.0, 1.0, -3.0], [0.125, 1.015625, 5.0]])
+    np.testing.assert_array_equal(packed.weight[:, :3].astype(np.float64), rounded)
+    np.testing.assert_array_equal(packed.weight[:, 3:].astype(np.float64), 0)
+    np.testing.assert_array_equal(packed.bias, np.zeros(2, np.float32))
+    assert packed.nbytes == 2 * 8 * 2 + 2 * 4
+    with_bias = pack(weight, np.array([1.5, -2.0]), dtype="float16", to_device=to_device)
+    np.testing.assert_array_equal(with_bias.bias, np.array([1.5, -2.0], np.float32))
+    assert with_bias.weight.dtype == np.float16
+
+
+def test_features_between_chunks(loader: Compiled) -> None:
+    rng = np.random.default_rng(0)
+    packed = pack(rng.standard_normal((33, 13)), None, dtype="bfloat16", to_device=to_device)
+    x = to_device(np.zeros((3, 16), ml_dtypes.bfloat16))
+    x[:, :13] = rng.standard_normal((3, 13))
+    mode = MODES["bfloat16"][0]
+    out = run(make_linear(loader, "bfloat16", TILES[0]), x, packed, mode)
+    assert_product(out, x, packed, mode)
+
+
+def test_slices_are_whole_stages_and_at_most_eight() -> None:
+    assert [slice_length(k) for k in (8, 64, 512, 513, 576, 4096, 14336)] == [
+        *(64, 64, 64, 128, 128, 512, 1792)
+    ]
+    assert all(-(-k // slice_length(k)) <= 8 for k in range(8, 3000, 8))
+
+
+@pytest.mark.parametrize("sm", [80, 86, 87, 89, 90, 100, 103, 120, 121])
+def test_tiles_fit_the_device(sm: int) -> None:
+    """Shared memory of one block, from the CUDA programming guide's table of capabilities."""
+    most = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(sm, 99) * 1024
+    tiles = linear_tiles(sm)
+    assert max(tiles) == ANY_ROWS
+    for rows, tile in tiles.items():
+        if isinstance(tile, FewRowsTile):
+            assert rows <= tile.rows
+            assert tile.shared_bytes(8) <= most
+        else:
+            assert tile.shared_bytes <= most
+
+
+def test_tests_cover_every_tile() -> None:
+    assert {tile for tiles in LINEAR_TILES.values() for tile in tiles.values()} == set(TILES)
+
+
+def test_formulas() -> None:
+    assert flops(3, 10, 16) == 960
+    # Weight 320 and bias 40, x 96, out 60.
+    assert bytes_moved(3, 10, 16) == 320 + 40 + 96 + 60
+    assert bytes_moved(3, 10, 16, epilogue=Epilogue.SILU_MUL) == 320 + 40 + 96 + 30
+    added = bytes_moved(3, 10, 16, epilogue=Epilogue.ADD, out_itemsize=4)
+    assert added == 320 + 40 + 96 + 2 * 120
+    assert workspace_size(132, {64: GEMM_TILES[0], 8: FEW_ROWS_TILES[0]}) == 8 * 66 * 64 * 64
