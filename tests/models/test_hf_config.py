@@ -148,13 +148,13 @@ def test_default_eos_only_where_no_file_mentions_one() -> None:
 
 # Rotary embedding
 
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,12 @@ def make_meta(case: AttentionCase, rng: np.random.Generator) -> tuple[BatchMeta,
         positions.append(own)
         block = tables[row, own // case.block_size].astype(np.int64)
         slots.append(block * case.block_size + own % case.block_size)
-    queries = [q for q, _ in case.lengths]
+    query_lens = [q for q, _ in case.lengths]
     meta = BatchMeta(
-        token_ids=np.zeros(sum(queries), np.int32),
+        token_ids=np.zeros(sum(query_lens), np.int32),
         positions=np.concatenate(positions),
         slot_mapping=np.concatenate(slots),
-        query_start_loc=np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+        query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
         seq_lens=np.array([kv for _, kv in case.lengths], np.int32),
         block_tables=tables,
         logits_rows=np.zeros(0, np.int32),

@@ -204,7 +204,9 @@ def test_tool_call_arguments_become_objects(chat: Tokenizer) -> None:
         "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
     )
     spelled: list[Any] = ['{"x": [1]}', {"y": 2}, "", None]
-    calls = [{"id": "1", "function": {"name": "f", "arguments": value}} for value in spelled]
+    calls: list[dict[str, Any]] = [
+        {"id": "1", "function": {"name": "f", "arguments": value}} for value in spelled
+    ]
     message = {"role": "assistant", "tool_calls": calls}
     assert render(chat, template, [message]) == '{"x": [1]}{"y": 2}{}{}'
     assert calls[0]["function"]["arguments"] == '{"x": [1]}'

@@ -42,7 +42,7 @@ def reference_sentencepiece(text: str, metadata: dict[str, Any]) -> list[int]:
             break
         _, index = min(joins)
         parts[index : index + 2] = [parts[index] + parts[index + 1]]
-    ids = []
+    ids: list[int] = []
     for part in parts:
         names = [part] if part in scores else [f"<0x{byte:02X}>" for byte in part.encode()]
         ids.extend(tokens.index(name) for name in names)

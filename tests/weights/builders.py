@@ -47,7 +47,7 @@ def safetensors_bytes(header: object, data: bytes = b"", length: int | None = No
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
 
-def entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
+def entry(dtype: str, shape: list[Any], start: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 

@@ -12,6 +12,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,8 @@ def test_progress_on_a_terminal(
 def test_wrong_digests(
     cache: Path, model: BuiltinModel, downloads: list[Path], field: str
 ) -> None:
-    tampered = dataclasses.replace(model, **{field: "0" * 64})
+    digests: dict[str, Any] = {field: "0" * 64}
+    tampered = dataclasses.replace(model, **digests)
     with pytest.raises(CheckpointError, match="SHA-256"):
         fetch_builtin(tampered)
     assert listing(cache) == KEPT[:1]

@@ -28,7 +28,7 @@ BACKEND: Any = KeepingBackend()
 
 def check_layer(layer: Any, tensors: dict[str, Any], prefix: str) -> None:
     def joined(kind: str, *parts: str) -> Any:
-        arrays = [tensors.get(f"{prefix}{part}.{kind}") for part in parts]
+        arrays: list[Any] = [tensors.get(f"{prefix}{part}.{kind}") for part in parts]
         return None if arrays[0] is None else np.concatenate(arrays)
 
     attention = [f"self_attn.{part}_proj" for part in "qkv"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def test_equals_the_library(name: str) -> None:
 def test_every_weight_type_and_odd_alignment(tmp_path: Path) -> None:
     values = np.arange(-6, 6).reshape(3, 4)
     # An array of three bytes first: what follows is not aligned.
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "a": np.zeros(3, np.uint8),
         "f32": values.astype(np.float32),
         "f16": values.astype(np.float16),
@@ -248,7 +249,7 @@ def shard(directory: Path, name: str = "llama") -> dict[str, str]:
     """A golden checkpoint in two shards with their index; the map from tensor to file."""
     directory.mkdir(exist_ok=True)
     tensors = tiny_tensors(name)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for part, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
         file = f"model-{part:05}-of-00002.safetensors"
         save_file({tensor: tensors[tensor] for tensor in names}, directory / file)
