@@ -117,9 +117,7 @@ class RmsNorm:
         grid = self._grid(num_rows)
         if to.pointer == source.pointer:
             check(to == source, out=out, x=x)
-            self._in_place(
-                grid, self._block, out, weight, num_rows, heads, source.strides[0], eps
-            )
+            self._in_place(grid, self._block, out, weight, num_rows, heads, source.strides[0], eps)
             return
         kernel = self._from_float if source.dtype == "float32" else self._from_same
         strides = (to.strides[0], source.strides[0])
