@@ -38,6 +38,7 @@ _CHECKED_KERNEL_FLAGS = (
     # Each access stays one of the kernel's own width.
     "-fno-tree-vectorize",
     "-fno-store-merging",
+    "-fno-tree-sra",
 )
 
 
@@ -55,10 +56,12 @@ class Builder:
         self._mode = mode
         self._folder = folder or cache_dir() / "hostsim"
         self._compiler = find_compiler()
-        self._wheels = find_cuda_wheels()
+        wheels = find_cuda_wheels()
         kernels = resources.files(KERNEL_PACKAGE)
         assert isinstance(kernels, Path), f"{kernels} is not a folder"
-        self._include = (_HERE, kernels, *self._wheels.include)
+        self._include = (_HERE, kernels, *wheels.include)
+        toolchain = (self._compiler, compiler_version(self._compiler), _headers_version(wheels))
+        self._toolchain_key = repr((mode, toolchain, _KERNEL_FLAGS, _CHECKED_KERNEL_FLAGS))
         self._runtime_key = self._digest(
             *(path.read_text() for path in sorted([*_RUNTIME, *_HERE.glob("*.h")]))
         )
@@ -77,9 +80,7 @@ class Builder:
 
     def _digest(self, *texts: str) -> str:
         digest = hashlib.blake2b(digest_size=12)
-        toolchain = (compiler_version(self._compiler), _headers_version(self._wheels))
-        flags = (*_KERNEL_FLAGS, *_CHECKED_KERNEL_FLAGS)
-        for text in (self._mode, self._compiler, *toolchain, *flags, *texts):
+        for text in (self._toolchain_key, *texts):
             digest.update(f"{len(text)}:{text}".encode())
         return digest.hexdigest()
 
