@@ -14,8 +14,10 @@
 #include <cstdlib>
 #include <vector>
 
+#include "fences.h"
 #include "launch.h"
 #include "shared_memory.h"
+#include "traffic.h"
 
 extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start, _end;  // by the linker
 
@@ -25,19 +27,14 @@ namespace hostsim {
 
 void check(const void*, size_t, Access, size_t, Place) {}
 void check_atomic(void*, size_t, Site) {}
-void memory_fence() {}
 void begin_checks() {}
+void begin_block_checks() {}
 void end_block_checks() {}
 void end_checks() {}
 
 #else
 
 namespace {
-
-struct Event {
-  uint32_t thread;  // number in the grid + 1; 0: nothing happened
-  uint16_t barriers, warp_barriers;
-};
 
 // Three readers are enough: whoever writes, one of them is another thread, and one another warp.
 struct Shadow {
@@ -54,6 +51,7 @@ struct Span {
 
 std::vector<Span> spans;
 Shadow* shared_shadows;
+uint64_t num_accesses;  // of the running block
 
 const char* verb(Access access) {
   switch (access) {
@@ -73,7 +71,7 @@ uint32_t number_in_block(const Event& event) { return event.thread - 1 - block.f
 bool happened_before(const Event& event) {
   if (event.thread == 0) return true;
   const uint32_t number = number_in_block(event);
-  if (number >= (uint32_t)block.num_threads) return false;
+  if (number >= (uint32_t)block.num_threads) return was_handed_over(event);
   if (number == (uint32_t)current->number || event.barriers != current->barriers) return true;
   return (int)number / kWarpSize == current->warp &&
          event.warp_barriers <= current->known[number % kWarpSize];
@@ -142,6 +140,8 @@ void check_shared(size_t offset, size_t size, Access access, Place place) {
     check_order(shadow, "shared-race", what, start + i, access, place);
     remember(shadow, access);
   }
+  if (launch.count_traffic && access != Access::copy_landed)
+    count_access(place, nullptr, offset, size, writes(access));
 }
 
 [[noreturn]] void fail_outside(uintptr_t address, size_t size, Access access, Place place) {
@@ -187,6 +187,8 @@ const Region& region_for(uintptr_t address, size_t size, Access access, Place pl
 
 void check_global(uintptr_t address, size_t size, Access access, Place place) {
   const Region& region = region_for(address, size, access, place);
+  if (launch.count_traffic)
+    count_access(place, region.name, address - (uintptr_t)region.origin, size, writes(access));
   for (const Span& span : spans) {
     if (address < span.start || address >= span.end) continue;
     for (size_t i = 0; i < size; ++i) {
@@ -205,6 +207,9 @@ void check(const void* pointer, size_t size, Access access, size_t alignment, Pl
   if (!current) return;
   const uintptr_t address = (uintptr_t)pointer;
   if (address - (uintptr_t)current->stack < kStackBytes) return;
+  if (++num_accesses > launch.max_accesses)
+    fail(place, "livelock", "a block made %llu accesses and did not end",
+         (unsigned long long)launch.max_accesses);
   if (address % alignment != 0)
     fail(place, "misaligned", "%s of %zu bytes at an address that is no multiple of %zu",
          verb(access), size, alignment);
@@ -217,11 +222,12 @@ void check(const void* pointer, size_t size, Access access, size_t alignment, Pl
 void check_atomic(void* address, size_t size, Site site) {
   maybe_preempt();
   check(address, size, Access::atomic, size, {nullptr, site});
+  if (!in_shared_arena(address)) hand_over(address);
 }
 
-void memory_fence() {}
-
 void begin_checks() {
+  begin_fences();
+  begin_traffic();
   if (!shared_shadows)
     shared_shadows = (Shadow*)mmap(nullptr, kArenaBytes * sizeof(Shadow), PROT_READ | PROT_WRITE,
                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -250,7 +256,14 @@ void begin_checks() {
   close_span();
 }
 
-void end_block_checks() {}
+void begin_block_checks() {
+  begin_block_fences();
+  num_accesses = 0;
+}
+
+void end_block_checks() {
+  if (launch.count_traffic) end_block_traffic();
+}
 
 void end_checks() {
   for (const Span& span : spans) free(span.shadows);

@@ -11,6 +11,7 @@ enum class Access : uint8_t { read, write, atomic, copy_issued, copy_landed };
 void check(const void* address, size_t size, Access access, size_t alignment, Place place);
 
 void begin_checks();
+void begin_block_checks();
 void end_block_checks();
 void end_checks();
 

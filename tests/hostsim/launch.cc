@@ -72,6 +72,7 @@ extern "C" __attribute__((visibility("default"))) const Fault* hostsim_launch(co
     block.index = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
     block.first_thread = block.number * (uint32_t)block.num_threads;
     open_shared_memory(launch.shared_bytes, launch.shared_limit);
+    begin_block_checks();
     ok = run_block(launch.kernel, launch.args);
     if (!ok) break;
     end_block_checks();

@@ -13,6 +13,7 @@ enum class Order : int32_t { forward, reverse, random };
 
 struct Region {
   unsigned char* start;
+  unsigned char* origin;  // of the allocation, which a GPU aligns to 256 bytes
   size_t size;
   const char* name;
   int32_t writable;
@@ -26,6 +27,7 @@ struct Launch {
   uint64_t seed;
   uint64_t shared_bytes;  // dynamic
   uint64_t shared_limit;  // dynamic and static together
+  uint64_t max_accesses;  // of one block, before it is thought to hang
   uint3 grid, block;
   Order order;
   int32_t preempt;

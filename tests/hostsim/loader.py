@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,11 @@ from typing import Any, Literal
 import numpy as np
 
 from rawpaged.gpu.module import Function, Parameter
-from tests.hostsim.build import Builder, Mode
+from tests.hostsim.build import Builder, CompileError, Mode
+from tests.hostsim.library import Dim, HostSimError, Launch, Library, Region, open_library
+from tests.hostsim.traffic import KernelTraffic
+
+__all__ = ["CompileError", "HostFunction", "HostLoader", "HostSimError", "Mode", "Order"]
 
 Order = Literal["forward", "reverse", "random"]
 _ORDERS: dict[Order, int] = {"forward": 0, "reverse": 1, "random": 2}
@@ -40,17 +42,6 @@ _KERNEL = re.compile(
 )
 
 
-class HostSimError(RuntimeError):
-    """A kernel did what it may not do. `kind` names the fault; `file` and `line` say where."""
-
-    def __init__(self, kernel: str, kind: str, file: str, line: int, message: str) -> None:
-        super().__init__(f"{kernel}: {kind} at {file}:{line}: {message}")
-        self.kernel = kernel
-        self.kind = kind
-        self.file = file
-        self.line = line
-
-
 @dataclass(frozen=True, slots=True)
 class Signature:
     """What the text of a kernel says about its launches."""
@@ -61,15 +52,19 @@ class Signature:
 
 
 def parse_signatures(source: str) -> dict[str, Signature]:
-    """The `extern "C"` kernels of a source text, by name."""
+    """The `extern "C"` kernels of a source text, by name. Raises TypeError for other parameters.
+
+    Parameters are pointers, int, unsigned, long long and float.
+    """
     signatures = {}
-    for bounds, name, parameters in _KERNEL.findall(source):
+    for bounds, name, text in _KERNEL.findall(source):
+        parameters = tuple(_parse_parameter(part) for part in text.split(",") if part.strip())
+        for parameter in parameters:
+            if not parameter.is_pointer and parameter.c_type not in _SCALARS:
+                raise TypeError(f"{name}: {parameter.c_type} {parameter.name} is not supported")
         first = bounds.split(",")[0].strip()
-        signatures[name] = Signature(
-            name,
-            tuple(_parse_parameter(text) for text in parameters.split(",") if text.strip()),
-            int(first) if first.isdecimal() else _MAX_THREADS,
-        )
+        max_threads = int(first) if first.isdecimal() else _MAX_THREADS
+        signatures[name] = Signature(name, parameters, max_threads)
     return signatures
 
 
@@ -79,72 +74,14 @@ def _parse_parameter(text: str) -> Parameter:
     return Parameter(re.sub(r"\s*\*", "*", match[1]).strip(), match[2])
 
 
-class _Dim(ctypes.Structure):
-    _fields_ = [(axis, ctypes.c_uint32) for axis in "xyz"]
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """In which order threads and blocks run, and how long a block may take."""
 
-
-class _Region(ctypes.Structure):
-    _fields_ = [
-        ("start", ctypes.c_void_p),
-        ("size", ctypes.c_size_t),
-        ("name", ctypes.c_char_p),
-        ("writable", ctypes.c_int32),
-    ]
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = [
-        ("kernel", ctypes.c_void_p),
-        ("args", ctypes.POINTER(ctypes.c_void_p)),
-        ("regions", ctypes.POINTER(_Region)),
-        ("num_regions", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("shared_bytes", ctypes.c_uint64),
-        ("shared_limit", ctypes.c_uint64),
-        ("grid", _Dim),
-        ("block", _Dim),
-        ("order", ctypes.c_int32),
-        ("preempt", ctypes.c_int32),
-        ("count_traffic", ctypes.c_int32),
-    ]
-
-
-class _Fault(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_char * 32),
-        ("message", ctypes.c_char * 768),
-        ("file", ctypes.c_char * 256),
-        ("line", ctypes.c_int32),
-        ("thread_known", ctypes.c_int32),
-        ("code_offset", ctypes.c_uint64),
-        ("block", _Dim),
-        ("thread", _Dim),
-    ]
-
-
-class _Library:
-    """A compiled translation unit; one launch at a time, for its state is global."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lock = threading.Lock()
-        self._library = ctypes.CDLL(str(path))
-        self.launch = self._library.hostsim_launch
-        self.launch.argtypes = [ctypes.POINTER(_Launch)]
-        self.launch.restype = ctypes.POINTER(_Fault)
-
-    def entry(self, kernel: str) -> int:
-        address = ctypes.cast(self._library[f"hostsim_invoke_{kernel}"], ctypes.c_void_p).value
-        assert address is not None
-        return address
-
-    def line_of(self, code_offset: int) -> tuple[str, int]:
-        """File and line of the kernel's own text that a call returns to."""
-        command = ["addr2line", "-i", "-e", str(self.path), hex(code_offset - 1)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        lines = [text.split(" (")[0].rsplit(":", 1) for text in done.stdout.splitlines()]
-        frames = [(Path(file).name, int(line)) for file, line in lines if line.isdecimal()]
-        return next((frame for frame in frames if frame[0].endswith(".cu")), ("?", 0))
+    order: Order
+    seed: int
+    preempt: bool
+    max_accesses: int
 
 
 class HostFunction:
@@ -154,16 +91,22 @@ class HostFunction:
     """
 
     def __init__(
-        self, library: _Library, signature: Signature, max_shared_mem: int, options: _Options
+        self,
+        library: Library,
+        signature: Signature,
+        max_shared_mem: int,
+        schedule: Schedule,
+        counts: dict[str, KernelTraffic] | None,
     ) -> None:
         self._library = library
         self._signature = signature
-        self._options = options
+        self._schedule = schedule
+        self._counts = counts
         self._entry = library.entry(signature.name)
-        self._shared_limit = (
-            _MAX_SHARED_BYTES if max_shared_mem > _PLAIN_SHARED_BYTES else _PLAIN_SHARED_BYTES
-        )
-        self._max_dynamic = max(max_shared_mem, _PLAIN_SHARED_BYTES)
+        # More than 48 KB have to be asked for, and include the static arrays.
+        asked = max_shared_mem > _PLAIN_SHARED_BYTES
+        self._max_dynamic = max_shared_mem if asked else _PLAIN_SHARED_BYTES
+        self._shared_limit = _MAX_SHARED_BYTES if asked else _PLAIN_SHARED_BYTES
 
     def __call__(
         self,
@@ -173,27 +116,36 @@ class HostFunction:
         *,
         shared_mem: int = 0,
     ) -> None:
+        name = self._signature.name
         self._check_size(grid, block, shared_mem)
-        values = self._scalars_and_pointers(args)
-        regions = self._regions(args)
-        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
-        launch = _Launch(
+        if len(args) != len(self._signature.parameters):
+            raise TypeError(
+                f"{name} takes {len(self._signature.parameters)} arguments, not {len(args)}"
+            )
+        pairs = list(zip(self._signature.parameters, args, strict=True))
+        values = [self._value(parameter, arg) for parameter, arg in pairs]
+        regions = [
+            _region(parameter, arg) for parameter, arg in pairs if parameter.is_pointer and arg.size
+        ]
+        launch = Launch(
             kernel=self._entry,
-            args=pointers,
-            regions=(_Region * len(regions))(*regions),
+            args=(ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values)),
+            regions=(Region * len(regions))(*regions),
             num_regions=len(regions),
-            seed=self._options.seed,
+            seed=self._schedule.seed,
             shared_bytes=shared_mem,
             shared_limit=self._shared_limit,
-            grid=_Dim(*grid, *(1,) * (3 - len(grid))),
-            block=_Dim(*block, *(1,) * (3 - len(block))),
-            order=_ORDERS[self._options.order],
-            preempt=self._options.preempt,
+            max_accesses=self._schedule.max_accesses,
+            grid=Dim(*grid, *(1,) * (3 - len(grid))),
+            block=Dim(*block, *(1,) * (3 - len(block))),
+            order=_ORDERS[self._schedule.order],
+            preempt=self._schedule.preempt,
+            count_traffic=self._counts is not None,
         )
-        with self._library.lock:
-            fault = self._library.launch(ctypes.byref(launch))
-            if fault:
-                raise self._error(fault.contents)
+        lines = self._library.launch(name, launch)
+        if self._counts is not None:
+            known = self._counts.get(name, KernelTraffic(0, ()))
+            self._counts[name] = known + KernelTraffic(1, tuple(lines))
 
     def _check_size(
         self, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int
@@ -208,75 +160,52 @@ class HostFunction:
                 f"{name}: {block=} has more threads than the {self._signature.max_threads} "
                 "it is compiled for"
             )
-        if not 0 <= shared_mem <= min(self._max_dynamic, self._shared_limit):
-            raise ValueError(f"{name}: {shared_mem=} is more than {self._max_dynamic} bytes")
+        limit = min(self._max_dynamic, self._shared_limit)
+        if not 0 <= shared_mem <= limit:
+            raise ValueError(f"{name}: {shared_mem=} must be at most {limit} bytes")
 
-    def _scalars_and_pointers(self, args: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
-        """Each argument's bytes, as a C call would take them."""
-        name, parameters = self._signature.name, self._signature.parameters
-        if len(args) != len(parameters):
-            raise TypeError(f"{name} takes {len(parameters)} arguments, not {len(args)}")
-        values = []
-        for parameter, arg in zip(parameters, args, strict=True):
-            if parameter.is_pointer:
-                if not isinstance(arg, np.ndarray):
-                    raise TypeError(f"{name}: {parameter.name} must be an array, not {arg!r}")
-                values.append(np.array([arg.ctypes.data], np.uint64))
-                continue
-            scalar = _SCALARS[parameter.c_type]
-            if not isinstance(arg, scalar):
-                raise TypeError(
-                    f"{name}: {parameter.name} must be a NumPy {scalar.__name__}, not {arg!r} "
-                    f"of {type(arg).__name__}"
-                )
-            values.append(np.array([arg]))
-        return values
-
-    def _regions(self, args: tuple[Any, ...]) -> list[_Region]:
-        """The bytes that may be accessed: of each array, from its first to its last."""
-        regions = []
-        for parameter, arg in zip(self._signature.parameters, args, strict=True):
-            if not parameter.is_pointer or arg.size == 0:
-                continue
+    def _value(self, parameter: Parameter, arg: Any) -> np.ndarray[Any, Any]:
+        """The bytes of an argument: of a scalar, or of an array's address."""
+        what = f"{self._signature.name}: {parameter.name}"
+        if parameter.is_pointer:
+            if not isinstance(arg, np.ndarray):
+                raise TypeError(f"{what} must be an array, not {arg!r}")
             if parameter.is_written and not arg.flags.writeable:
-                raise ValueError(
-                    f"{self._signature.name}: {parameter.name} is written, but its array is "
-                    "read-only"
-                )
-            spans = [
-                stride * (length - 1)
-                for stride, length in zip(arg.strides, arg.shape, strict=True)
-            ]
-            start = arg.ctypes.data + sum(span for span in spans if span < 0)
-            size = sum(abs(span) for span in spans) + arg.itemsize
-            regions.append(_Region(start, size, parameter.name.encode(), parameter.is_written))
-        return regions
-
-    def _error(self, fault: _Fault) -> HostSimError:
-        file, line = Path(fault.file.decode()).name, fault.line
-        if not file:
-            file, line = self._library.line_of(fault.code_offset)
-        where = f"block ({fault.block.x}, {fault.block.y}, {fault.block.z})"
-        if fault.thread_known:
-            where += f" thread ({fault.thread.x}, {fault.thread.y}, {fault.thread.z})"
-        message = f"{fault.message.decode()} [{where}]"
-        return HostSimError(self._signature.name, fault.kind.decode(), file, line, message)
+                raise ValueError(f"{what} is written, but its array is read-only")
+            return np.array([arg.ctypes.data], np.uint64)
+        scalar = _SCALARS[parameter.c_type]
+        if not isinstance(arg, scalar):
+            raise TypeError(
+                f"{what} must be a NumPy {scalar.__name__}, not {arg!r} ({type(arg).__name__})"
+            )
+        return np.array([arg])
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    order: Order
-    seed: int
-    preempt: bool
+def _region(parameter: Parameter, array: np.ndarray[Any, Any]) -> Region:
+    """The array's bytes from the first to the last, gaps between strided elements included."""
+    spans = [
+        stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)
+    ]
+    start = array.ctypes.data + sum(span for span in spans if span < 0)
+    size = sum(abs(span) for span in spans) + array.itemsize
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return Region(
+        start, owner.ctypes.data, size, parameter.name.encode(), parameter.is_written
+    )
 
 
 class HostLoader:
     """A Loader for the host.
 
-    Mode "check" reports what a kernel may not do; "plain" only runs it, about twice as fast.
-    Threads and blocks take turns in `order`; "random" draws from `seed`, and `preempt` also lets
-    others run between two accesses. Compiled kernels are kept in `cache`, by default a folder of
-    rawpaged's cache. Raises MissingToolError where g++ or the CUDA headers are missing.
+    Mode "check" reports what a kernel may not do; "plain" only runs it, at twice the speed or more.
+    Threads and blocks take turns in `order`; "random" draws from `seed`, and `preempt` lets others
+    run between two accesses too. A block that makes `max_accesses` is taken to hang. `profile`
+    counts the traffic of checked launches. Compiled kernels are kept in `cache`, by default a
+    folder of rawpaged's cache.
+
+    Raises MissingToolError where g++ or the CUDA headers are missing.
     """
 
     def __init__(
@@ -286,25 +215,42 @@ class HostLoader:
         order: Order = "forward",
         seed: int = 0,
         preempt: bool = False,
+        profile: bool = False,
+        max_accesses: int = 10**9,
         cache: Path | None = None,
     ) -> None:
-        if order not in _ORDERS:
-            raise ValueError(f"{order=} must be one of {', '.join(_ORDERS)}")
         if mode not in ("check", "plain"):
             raise ValueError(f"{mode=} must be check or plain")
-        self._options = _Options(order, seed, preempt)
+        if order not in _ORDERS:
+            raise ValueError(f"{order=} must be one of {', '.join(_ORDERS)}")
+        if mode == "plain" and (profile or preempt):
+            raise ValueError("plain launches see no accesses: no profile, no preempt")
+        self._schedule = Schedule(order, seed, preempt, max_accesses)
+        self._counts: dict[str, KernelTraffic] | None = {} if profile else None
         self._builder = Builder(mode, cache)
 
     def load(
         self, source: str, names: Sequence[str], *, max_shared_mem: Mapping[str, int]
     ) -> dict[str, Function]:
-        """The `extern "C"` kernels of `source` by name, compiled or out of the cache."""
+        """The `extern "C"` kernels of `source` by name, compiled or out of the cache.
+
+        Raises CompileError with what g++ says, and ValueError for a name that is not there.
+        """
         signatures = parse_signatures(source)
         for name in names:
             if name not in signatures:
                 raise ValueError(f'no extern "C" kernel {name} in the source')
-        library = _Library(self._builder.build(source, names))
+        library = open_library(self._builder.build(source, names))
         return {
-            name: HostFunction(library, signatures[name], max_shared_mem[name], self._options)
+            name: HostFunction(
+                library, signatures[name], max_shared_mem[name], self._schedule, self._counts
+            )
             for name in names
         }
+
+    def take_traffic(self) -> dict[str, KernelTraffic]:
+        """What the launches since the last call asked of memory, by kernel."""
+        assert self._counts is not None, "the loader was made without profile=True"
+        taken = dict(self._counts)
+        self._counts.clear()
+        return taken
