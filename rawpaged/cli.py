@@ -6,9 +6,12 @@ Parsing imports neither numba nor the engine; commands import what they need.
 from __future__ import annotations
 
 import argparse
+import errno
+import json
 import logging
 import math
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -161,17 +164,30 @@ def _check_server_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"shutdown_timeout={args.shutdown_timeout} must be 0 or more seconds")
     if not 0 <= args.port < 2**16:
         raise ConfigError(f"port={args.port} must be between 0 and 65535")
+    _check_address(args.host, args.port)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises ConfigError if the address cannot be bound now."""
+    failures = []
     try:
         addresses = socket.getaddrinfo(
-            args.host or None, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, kind, protocol, _, address in addresses:
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    for family, kind, protocol, _, address in addresses:
+        try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot listen on {args.host}:{args.port}: {reason}") from error
+        except OSError as error:
+            failures.append(error)
+    # A name may stand for an IPv6 address too on a machine that has none.
+    missing = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    for failure in failures:
+        if failure.errno not in missing or len(failures) == len(addresses):
+            raise ConfigError(f"cannot listen on {host}:{port}: {failure.strerror}") from failure
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -202,10 +218,11 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _ready_text(url: str, name: str, with_key: bool) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Say hello."}]})
     return (
         f"rawpaged: ready, serving {name} at {url}. Try:\n\n"
-        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '"
-        f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Say hello."}}]}}\'\n'
+        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(body)}\n"
     )
 
 

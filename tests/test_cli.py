@@ -258,6 +258,7 @@ def test_damaged_weights_name_the_file(capsys: pytest.CaptureFixture[str], tmp_p
         (["--port", "99999"], "port=99999"),
         (["--port=-1"], "port=-1"),
         (["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
         (["--api-key", ""], "API key"),
         (["--api-key", "schlüssel"], "API key"),
         (["--served-model-name", ""], "needs a name"),
@@ -377,7 +378,9 @@ def test_serve(model: str, number: signal.Signals) -> None:
 
 
 def test_the_curl_line_works(model: str) -> None:
-    with process("serve", model, "--port", "0", "--api-key", "key") as child:
+    name = """it's a "model\""""
+    flags = ["--port", "0", "--api-key", "key", "--served-model-name", name]
+    with process("serve", model, *flags) as child:
         assert child.stdout is not None
         line = [child.stdout.readline() for _ in range(3)][2]
         program, url, *options = shlex.split(line.replace("YOUR_KEY", "key"))
@@ -386,7 +389,7 @@ def test_the_curl_line_works(model: str) -> None:
         path = url.removeprefix(url[: url.index("/v1")])
         answer = send(url, "POST", path, {**json.loads(options[5]), "max_tokens": 2}, headers)
         assert answer.status == 200
-        assert answer.json["model"] == model
+        assert answer.json["model"] == name
         assert send(url, "POST", path, {}, {}).status == 401
 
 
