@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +19,7 @@ from rawpaged import LLM, SamplingParams
 from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.errors import EngineClosedError
 from rawpaged.outputs import CompletionOutput, RequestOutput
-from tests.tiny import engine_of, tiny_config, wait_until
+from tests.tiny import LLAMA, engine_of, tiny_config, wait_until
 
 LONG = SamplingParams(ignore_eos=True, max_tokens=None, n=3)
 SHORT = SamplingParams(ignore_eos=True, max_tokens=8, temperature=0.0)
@@ -66,6 +69,33 @@ def test_no_block_stays_in_use() -> None:
         scheduler = engine_of(llm).scheduler
         assert scheduler.num_used_blocks == 0
         scheduler.check_integrity()
+
+
+EXITING = """
+import asyncio, sys
+from rawpaged import AsyncEngine, SamplingParams
+from rawpaged.config import EngineConfig
+
+async def main(engine):
+    params = SamplingParams(max_tokens=None, ignore_eos=True, n=20)
+    await anext(engine.generate([1, 2], params))
+
+engine = AsyncEngine(EngineConfig(model=sys.argv[1], num_threads=2, max_model_len=512))
+asyncio.run(main(engine))
+"""
+
+
+def test_a_program_may_end_without_closing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXITING, LLAMA],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_closed() -> None:
@@ -153,6 +183,25 @@ def test_close_at_any_time(delay_steps: int, monkeypatch: pytest.MonkeyPatch) ->
         for future in futures:
             error = future.exception(5)
             assert error is None or isinstance(error, EngineClosedError)
+
+
+def test_interrupted() -> None:
+    """Ctrl-C ends the call; what it had queued is aborted, and the next call works."""
+    with LLM(tiny_config()) as llm:
+        scheduler = engine_of(llm).scheduler
+
+        def interrupt() -> None:
+            wait_until(lambda: scheduler.num_generation_tokens > 20)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2]] * 100, LONG, use_tqdm=False)
+            future.result()
+        wait_until(lambda: not engine_of(llm).has_unfinished(), 1.0)
+        assert scheduler.num_used_blocks == 0
+        assert len(llm.generate([1], SHORT, use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
 def test_a_failed_call_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:

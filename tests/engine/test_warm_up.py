@@ -46,7 +46,7 @@ def facts() -> dict[str, Any]:
         [sys.executable, "-W", "error", "-c", SCRIPT, LLAMA],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         cwd=Path(__file__).parent.parent.parent,
     )
     assert done.returncode == 0, done.stderr
