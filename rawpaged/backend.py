@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rawpaged.tracing import RangeSink
+
 
 class Array(Protocol):
     """Array on the device: a NumPy array on the CPU, a CuPy array on a GPU."""
@@ -162,6 +164,15 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop the backend's threads and give back what it holds."""
+        ...
+
+    # Profiling
+    def start_profiler(self) -> RangeSink | None:
+        """Turn the device's own profiler on; takes ranges for it, None if there is none."""
+        ...
+
+    def stop_profiler(self) -> None:
+        """Turn it off, after everything queued before."""
         ...
 
     # Execution

@@ -6,7 +6,8 @@ RawpagedError
 ├── BackendError            the device asked for is not there or too small
 ├── InvalidRequestError     one request is wrong: HTTP 400, names the field
 ├── EngineClosedError       the engine is closed or shutting down: HTTP 503
-└── RequestFailedError      one request failed inside the engine: HTTP 500
+├── RequestFailedError      one request failed inside the engine: HTTP 500
+└── ProfileError            a profile cannot start, stop or be written: HTTP 409
 """
 
 from __future__ import annotations
@@ -42,3 +43,7 @@ class EngineClosedError(RawpagedError):
 
 class RequestFailedError(RawpagedError):
     """The engine could not finish a request that had been accepted; others go on."""
+
+
+class ProfileError(RawpagedError):
+    """A profile cannot be started, stopped or written as asked; serving goes on."""

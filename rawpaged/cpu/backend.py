@@ -27,6 +27,7 @@ from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.rope import rope_rows
 from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
 from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.tracing import RangeSink
 
 Float32 = npt.NDArray[np.float32]
 
@@ -85,6 +86,14 @@ class CpuBackend:
 
     def close(self) -> None:
         self._team.close()
+
+    # Profiling
+
+    def start_profiler(self) -> RangeSink | None:
+        return None
+
+    def stop_profiler(self) -> None:
+        pass
 
     # Execution
 

@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rawpaged.config import EngineConfig
 from rawpaged.engine.engine_thread import EngineThread
 from rawpaged.engine.loading import load_engine
 from rawpaged.engine.output_processor import Submission
+from rawpaged.engine.profiling import Profile, ProfileOptions
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
@@ -71,6 +73,28 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort"."""
         self._thread.abort(request_id)
+
+    async def start_profile(
+        self,
+        path: Path | None = None,
+        *,
+        first_step: int | None = None,
+        num_steps: int | None = None,
+    ) -> int:
+        """Trace steps from `first_step` (default: the next) on, which is returned.
+
+        The profile ends after `num_steps` or by `stop_profile`; then its Chrome trace is written
+        to `path`. Raises ProfileError if one is running already, EngineClosedError.
+        """
+        options = ProfileOptions(path=path, first_step=first_step, num_steps=num_steps)
+        return await asyncio.wrap_future(self._thread.start_profile(options))
+
+    async def stop_profile(self) -> Profile:
+        """End the profile, or tell of the one that has ended by itself.
+
+        Raises ProfileError if there is none or its file could not be written, EngineClosedError.
+        """
+        return await asyncio.wrap_future(self._thread.stop_profile())
 
     def close(self) -> None:
         """End all requests with finish_reason "abort", stop the thread, free all memory."""

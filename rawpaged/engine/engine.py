@@ -13,9 +13,11 @@ from rawpaged.config import SchedulerConfig
 from rawpaged.engine.model_runner import ModelRunner, StepResult
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
 from rawpaged.engine.stats import RequestStats, StatsLogger, StepStats
+from rawpaged.engine.step_label import step_args, step_label
 from rawpaged.request import FinishReason, Request
 from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.scheduler.scheduler import Scheduler
+from rawpaged.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +61,16 @@ class Engine:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.runner = runner
+        self.tracer = Tracer()
         self._stats_logger = stats_logger
         self._requests: dict[str, Request] = {}
         self._progress: dict[str, _Progress] = {}
         self._counted = (0, 0, 0, 0, 0)
+
+    def set_tracer(self, tracer: Tracer) -> None:
+        """Tell of everything that happens in a step to `tracer`; to be called between steps."""
+        self.tracer = tracer
+        self.runner.set_tracer(tracer)
 
     def add_request(self, request: Request) -> None:
         """Queue a request; raises InvalidRequestError if it could never run to its end."""
@@ -86,15 +94,33 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """Compute one step; outputs of the requests that got a token or ended in it."""
-        scheduled = self.scheduler.schedule()
+        with self.tracer.phase("schedule"):
+            scheduled = self.scheduler.schedule()
         if not scheduled.scheduled:
             return []
+        if self.tracer.is_on:
+            self.tracer.describe_step(
+                step_label(scheduled, self._requests), step_args(scheduled, self._requests)
+            )
         self._note_scheduled(scheduled)
         try:
             result = self.runner.execute(scheduled, self._requests)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(scheduled.scheduled))
             return self._fail(scheduled, f"the engine failed in this step: {error}")
+        with self.tracer.phase("update"):
+            return self._update(scheduled, result)
+
+    def close(self) -> None:
+        """Free the model and the KV pool. Requests must have been finished before."""
+        self.runner.close()
+
+    def record_idle(self) -> None:
+        """Bring the gauges up to date when nothing runs."""
+        self._record_step()
+
+    def _update(self, scheduled: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
+        """Append the tokens, end what has ended, count."""
         outputs = self._fail_broken(result)
         self._keep_prompt_logprobs(result)
         tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
@@ -104,14 +130,6 @@ class Engine:
             self._forget(request)
         self._record_step()
         return outputs
-
-    def close(self) -> None:
-        """Free the model and the KV pool. Requests must have been finished before."""
-        self.runner.close()
-
-    def record_idle(self) -> None:
-        """Bring the gauges up to date when nothing runs."""
-        self._record_step()
 
     def _note_scheduled(self, scheduled: SchedulerOutput) -> None:
         now = time.monotonic()

@@ -6,11 +6,15 @@ import logging
 import queue
 import secrets
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from rawpaged.engine.admission import Admission
 from rawpaged.engine.engine import Engine, EngineOutput
 from rawpaged.engine.output_processor import OutputProcessor, Submission, sample_id
+from rawpaged.engine.profiling import Profile, ProfileOptions, Profiler
 from rawpaged.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from rawpaged.request import FinishReason, Request
 
@@ -28,17 +32,25 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Call:
+    """Something to do between steps, and where its result or error goes."""
+
+    function: Callable[[], Any]
+    result: Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class _Close:
     pass
 
 
-_Command = Submission | _Abort | _Cancel | _Close
+_Command = Submission | _Abort | _Cancel | _Call | _Close
 
 
 class EngineThread:
     """Runs steps while there is work and sleeps otherwise; owns the engine.
 
-    `submit`, `abort` and `close` may be called from any thread. Nothing is shared with the
+    Everything public may be called from any thread. Nothing is shared with the
     engine's thread but the command queue.
     """
 
@@ -46,6 +58,7 @@ class EngineThread:
         self._engine = engine
         self._processor = processor
         self._admission = admission
+        self._profiler = Profiler(engine)
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Guards `_closed`, so that nothing is queued behind the closing command.
         self._lock = threading.Lock()
@@ -59,10 +72,7 @@ class EngineThread:
 
     def submit(self, submission: Submission) -> None:
         """Queue a request that admission has checked; its sink hears of everything later."""
-        with self._lock:
-            if self._closed or not self._thread.is_alive():
-                raise EngineClosedError("the engine is closed")
-            self._commands.put(submission)
+        self._put(submission)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown or ended ones are none of this call's business."""
@@ -71,6 +81,24 @@ class EngineThread:
     def cancel(self, submission: Submission) -> None:
         """Abort what was submitted, but not another request that has the same name by now."""
         self._commands.put(_Cancel(submission))
+
+    def start_profile(self, options: ProfileOptions) -> Future[int]:
+        """Trace steps (`Profiler.start`); the result, the first step traced, comes between steps.
+
+        Raises EngineClosedError.
+        """
+        started: Future[int] = Future()
+        self._put(_Call(lambda: self._profiler.start(options), started))
+        return started
+
+    def stop_profile(self) -> Future[Profile]:
+        """End the profile, or hear of one that ended by itself (`Profiler.stop`).
+
+        Raises EngineClosedError.
+        """
+        stopped: Future[Profile] = Future()
+        self._put(_Call(self._profiler.stop, stopped))
+        return stopped
 
     def close(self) -> None:
         """Abort what runs, end the thread and free the engine; may be called again."""
@@ -81,10 +109,17 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _put(self, command: Submission | _Call) -> None:
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                raise EngineClosedError("the engine is closed")
+            self._commands.put(command)
+
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._deliver(self._engine.step())
+                with self._profiler.step():
+                    self._deliver(self._engine.step())
         except Exception:
             logger.exception("the engine thread died")
             with self._lock:
@@ -94,7 +129,10 @@ class EngineThread:
                 error = RequestFailedError("the engine died; its log tells why")
                 self._processor.fail(request_id, error)
         finally:
-            self._engine.close()
+            try:
+                self._profiler.close()
+            finally:
+                self._engine.close()
 
     def _take_commands(self) -> bool:
         """Apply what is queued, waiting for it when there is no work; False to end."""
@@ -118,6 +156,8 @@ class EngineThread:
             elif isinstance(command, _Cancel):
                 if self._processor.holds(command.submission):
                     self._abort(command.submission.request_id)
+            elif isinstance(command, _Call):
+                _answer(command)
             else:
                 self._start(command)
 
@@ -155,11 +195,24 @@ class EngineThread:
         self._processor.process(outputs)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        for end in self._processor.process(outputs):
-            self._engine.finish(end.sample_id, end.reason, end.stop_reason)
+        with self._engine.tracer.phase("detokenise"):
+            for end in self._processor.process(outputs):
+                self._engine.finish(end.sample_id, end.reason, end.stop_reason)
 
     def _refuse_queued(self) -> None:
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, Submission):
                 command.sink(EngineClosedError("the engine is closed"))
+            elif isinstance(command, _Call) and command.result.set_running_or_notify_cancel():
+                command.result.set_exception(EngineClosedError("the engine is closed"))
+
+
+def _answer(call: _Call) -> None:
+    """Do it, unless who asked went away; an error is theirs, not the engine's."""
+    if not call.result.set_running_or_notify_cancel():
+        return
+    try:
+        call.result.set_result(call.function())
+    except Exception as error:
+        call.result.set_exception(error)

@@ -6,12 +6,14 @@ import itertools
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rawpaged.config import EngineConfig
 from rawpaged.engine.loading import load_engine
 from rawpaged.engine.output_processor import Submission
+from rawpaged.engine.profiling import Profile, ProfileOptions
 from rawpaged.errors import InvalidRequestError
 from rawpaged.outputs import RequestOutput
 from rawpaged.progress import ProgressBar
@@ -113,6 +115,28 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def start_profile(
+        self,
+        path: Path | None = None,
+        *,
+        first_step: int | None = None,
+        num_steps: int | None = None,
+    ) -> int:
+        """Trace steps from `first_step` (default: the next) on, which is returned.
+
+        The profile ends after `num_steps` or by `stop_profile`; then its Chrome trace is written
+        to `path`. Raises ProfileError if one is running already, EngineClosedError.
+        """
+        options = ProfileOptions(path=path, first_step=first_step, num_steps=num_steps)
+        return self._thread.start_profile(options).result()
+
+    def stop_profile(self) -> Profile:
+        """End the profile, or tell of the one that has ended by itself.
+
+        Raises ProfileError if there is none or its file could not be written, EngineClosedError.
+        """
+        return self._thread.stop_profile().result()
 
     def close(self) -> None:
         """Abort what runs, end the engine's threads and free the memory."""

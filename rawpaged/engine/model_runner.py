@@ -15,11 +15,13 @@ from rawpaged.engine.sampler import (
     position_logprobs,
     sample,
 )
+from rawpaged.engine.traced_backend import TracedBackend
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.llama import Llama
 from rawpaged.models.weights import LlamaWeights
 from rawpaged.request import Request
 from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
+from rawpaged.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.backend = backend
+        self._ops = backend
+        self._tracer = Tracer()
         self.block_size = block_size
         self.max_chunk_len = min(max_num_batched_tokens, max_model_len)
         """Most tokens that one request can have in a step."""
@@ -64,13 +68,21 @@ class ModelRunner:
             for _ in range(config.num_layers)
         ]
 
+    def set_tracer(self, tracer: Tracer) -> None:
+        """Tell of phases, layers and ops to `tracer`; ops are wrapped only while it is on."""
+        self._tracer = tracer
+        self._ops = TracedBackend(self.backend, tracer) if tracer.is_on else self.backend
+        self.model.set_tracer(tracer, self._ops)
+
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
         """Compute KV of all scheduled tokens and a token for each request that samples."""
-        meta = make_batch(output, self.block_size)
-        plan = self.backend.plan(
-            meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
-        )
-        self.model.forward(plan, self.kv_caches)
+        with self._tracer.phase("plan"):
+            meta = make_batch(output, self.block_size)
+            plan = self._ops.plan(
+                meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
+            )
+        with self._tracer.phase("forward"):
+            self.model.forward(plan, self.kv_caches)
         prompt_logprobs = self._prompt_logprobs(output, meta, requests)
         sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
         sampled = self._sample(plan, sampling)
@@ -85,8 +97,10 @@ class ModelRunner:
     def _sample(self, plan: AttentionPlan, requests: list[Request]) -> dict[str, SampledToken]:
         if not requests:
             return {}
-        logits = self.model.compute_logits(plan.logits_rows)
-        tokens = sample(self.backend, logits, requests)
+        with self._tracer.phase("logits"):
+            logits = self.model.compute_logits(plan.logits_rows)
+        with self._tracer.phase("sample"):
+            tokens = sample(self._ops, logits, requests)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 
     def _prompt_logprobs(
@@ -98,7 +112,8 @@ class ModelRunner:
             k = request.sampling_params.prompt_logprobs
             if k is not None:
                 first_row = int(meta.query_start_loc[row])
-                result[item.request_id] = self._chunk_logprobs(item, request, first_row, k)
+                with self._tracer.phase("prompt logprobs"):
+                    result[item.request_id] = self._chunk_logprobs(item, request, first_row, k)
         return result
 
     def _chunk_logprobs(
@@ -110,9 +125,9 @@ class ModelRunner:
         for first in range(item.start, end, self.model.max_logits_rows):
             last = min(first + self.model.max_logits_rows, end)
             rows = np.arange(first, last, dtype=np.int32) - item.start + first_row
-            logits = self.model.compute_logits(self.backend.upload(rows))
+            logits = self.model.compute_logits(self._ops.upload(rows))
             token_ids = np.array(request.token_ids[first + 1 : last + 1], np.int32)
-            table = self.backend.token_logprobs(logits, token_ids, k)
+            table = self._ops.token_logprobs(logits, token_ids, k)
             for i, token_id in enumerate(token_ids.tolist()):
                 result[first + 1 + i] = position_logprobs(table, i, token_id, k)
         return result

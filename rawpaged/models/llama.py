@@ -13,6 +13,7 @@ from rawpaged.backend import AttentionPlan, Backend, KVCache
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.rope import rope_table
 from rawpaged.models.weights import LlamaLayer, LlamaWeights
+from rawpaged.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,15 @@ class Llama:
         self.max_logits_rows = max_logits_rows
         self._weights = weights
         self._ops = backend
+        self._tracer = Tracer()
         self._scale = config.head_dim**-0.5
         self._cos_sin = backend.upload(rope_table(config.rope, config.head_dim, max_model_len))
         self._buffers = _allocate(config, backend, max_num_tokens, max_logits_rows)
+
+    def set_tracer(self, tracer: Tracer, ops: Backend) -> None:
+        """Tell of layers to `tracer` and call these ops, over the same arrays, from now on."""
+        self._tracer = tracer
+        self._ops = ops
 
     def forward(self, plan: AttentionPlan, kv_caches: Sequence[KVCache]) -> None:
         """Compute the final hidden states of the batch and write its keys and values.
@@ -60,20 +67,26 @@ class Llama:
         residual, normed = self._buffers.residual[:n], self._buffers.normed[:n]
         delta = self._buffers.delta[:n]
         ops.embed(residual, plan.token_ids, self._weights.embed_tokens)
-        for index, layer in enumerate(self._weights.layers):
-            if index == 0:
-                ops.rms_norm(normed, residual, layer.input_layernorm, config.rms_norm_eps)
-            else:
-                ops.add_rms_norm(
-                    normed, delta, residual, layer.input_layernorm, config.rms_norm_eps
-                )
-            window = config.sliding_windows[index] if config.sliding_windows else None
-            self._attend(layer, plan, kv_caches[index], window)
-            ops.add_rms_norm(
-                normed, delta, residual, layer.post_attention_layernorm, config.rms_norm_eps
-            )
-            self._feed_forward(layer, n)
+        for index in range(config.num_layers):
+            with self._tracer.layer(index):
+                self._run_layer(index, plan, kv_caches[index])
         ops.add_rms_norm(normed, delta, residual, self._weights.norm, config.rms_norm_eps)
+
+    def _run_layer(self, index: int, plan: AttentionPlan, cache: KVCache) -> None:
+        """Add to the residual what came before and attention; delta = the feed-forward's output."""
+        ops, config, n = self._ops, self.config, plan.num_tokens
+        residual, normed = self._buffers.residual[:n], self._buffers.normed[:n]
+        delta, layer = self._buffers.delta[:n], self._weights.layers[index]
+        if index == 0:
+            ops.rms_norm(normed, residual, layer.input_layernorm, config.rms_norm_eps)
+        else:
+            ops.add_rms_norm(normed, delta, residual, layer.input_layernorm, config.rms_norm_eps)
+        window = config.sliding_windows[index] if config.sliding_windows else None
+        self._attend(layer, plan, cache, window)
+        ops.add_rms_norm(
+            normed, delta, residual, layer.post_attention_layernorm, config.rms_norm_eps
+        )
+        self._feed_forward(layer, n)
 
     def compute_logits(self, rows: Any) -> Any:
         """f32[len(rows), vocab_size] of token rows of the last `forward`; valid until the next."""

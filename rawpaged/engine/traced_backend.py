@@ -1,0 +1,165 @@
+"""A backend whose ops are ranges of a trace; put before the real one only while a profile runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.backend import (
+    AttentionPlan,
+    Backend,
+    BatchMeta,
+    KVCache,
+    LinearWeight,
+    LogitEdits,
+    SamplingRows,
+    TokenLogprobRows,
+)
+from rawpaged.tracing import RangeSink, Tracer
+
+
+class TracedBackend:
+    """Calls `inner` for everything; the ops and copies are ranges named by op and shape.
+
+    On a GPU a range lasts as long as its launch takes, not its kernel.
+    """
+
+    def __init__(self, inner: Backend, tracer: Tracer) -> None:
+        self._inner = inner
+        self._op = tracer.op
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def dtype(self) -> str:
+        return self._inner.dtype
+
+    @property
+    def activation_dtype(self) -> str:
+        return self._inner.activation_dtype
+
+    # Memory
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._inner.empty(shape, dtype)
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        with self._op("upload", array.shape, {"bytes": array.nbytes}):
+            return self._inner.upload(array)
+
+    def download(self, array: Any) -> npt.NDArray[Any]:
+        with self._op("download", array.shape, {"bytes": array.nbytes}):
+            return self._inner.download(array)
+
+    def pack_linear(
+        self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
+    ) -> LinearWeight:
+        return self._inner.pack_linear(weight, bias)
+
+    def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+        return self._inner.kv_bytes_per_block(num_kv_heads, head_dim, block_size)
+
+    def new_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        return self._inner.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
+
+    def memory_info(self) -> tuple[int, int]:
+        return self._inner.memory_info()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    # Profiling
+
+    def start_profiler(self) -> RangeSink | None:
+        return self._inner.start_profiler()
+
+    def stop_profiler(self) -> None:
+        self._inner.stop_profiler()
+
+    # Execution
+
+    def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
+        return self._inner.plan(meta, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        return self._inner.capture(forward)
+
+    # Ops
+
+    def embed(self, out: Any, token_ids: Any, table: LinearWeight) -> None:
+        with self._op("embed", out.shape, {"out": out.shape, "vocab_size": table.out_features}):
+            self._inner.embed(out, token_ids, table)
+
+    def rms_norm(self, out: Any, x: Any, weight: Any, eps: float) -> None:
+        with self._op("rms_norm", x.shape, {"x": x.shape}):
+            self._inner.rms_norm(out, x, weight, eps)
+
+    def add_rms_norm(self, out: Any, x: Any, residual: Any, weight: Any, eps: float) -> None:
+        with self._op("add_rms_norm", x.shape, {"x": x.shape}):
+            self._inner.add_rms_norm(out, x, residual, weight, eps)
+
+    def linear(self, out: Any, x: Any, weight: LinearWeight) -> None:
+        dims = (x.shape[0], weight.in_features, weight.out_features)
+        args = {"x": x.shape, "out": out.shape, "weight_bytes": weight.nbytes}
+        with self._op("linear", dims, args):
+            self._inner.linear(out, x, weight)
+
+    def rope(self, x: Any, positions: Any, cos_sin: Any) -> None:
+        with self._op("rope", x.shape, {"x": x.shape}):
+            self._inner.rope(x, positions, cos_sin)
+
+    def store_kv(self, cache: KVCache, keys: Any, values: Any, slot_mapping: Any) -> None:
+        args = {"keys": keys.shape, "block_size": cache.block_size}
+        with self._op("store_kv", keys.shape, args):
+            self._inner.store_kv(cache, keys, values, slot_mapping)
+
+    def paged_attention(
+        self,
+        out: Any,
+        q: Any,
+        cache: KVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> None:
+        args = {
+            "q": q.shape,
+            "block_tables": plan.block_tables.shape,
+            "block_size": cache.block_size,
+            "sliding_window": sliding_window,
+        }
+        with self._op("paged_attention", q.shape, args):
+            self._inner.paged_attention(
+                out, q, cache, plan, scale=scale, sliding_window=sliding_window
+            )
+
+    def silu_and_mul(self, out: Any, gate_up: Any) -> None:
+        with self._op("silu_and_mul", out.shape, {"gate_up": gate_up.shape, "out": out.shape}):
+            self._inner.silu_and_mul(out, gate_up)
+
+    def gather_rows(self, out: Any, x: Any, rows: Any) -> None:
+        with self._op("gather_rows", out.shape, {"x": x.shape, "out": out.shape}):
+            self._inner.gather_rows(out, x, rows)
+
+    def edit_logits(self, logits: Any, edits: LogitEdits) -> None:
+        args = {"logits": logits.shape, "num_edits": len(edits.rows)}
+        with self._op("edit_logits", logits.shape, args):
+            self._inner.edit_logits(logits, edits)
+
+    def sample(self, logits: Any, rows: SamplingRows) -> npt.NDArray[np.int32]:
+        with self._op("sample", logits.shape, {"logits": logits.shape}):
+            return self._inner.sample(logits, rows)
+
+    def token_logprobs(
+        self, logits: Any, token_ids: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobRows:
+        with self._op("token_logprobs", logits.shape, {"logits": logits.shape, "k": k}):
+            return self._inner.token_logprobs(logits, token_ids, k)
