@@ -159,32 +159,42 @@ KDEV void store4(T* p, const float (&v)[4]) {
   *reinterpret_cast<Vec8*>(p) = q;
 }
 
+// p[0..3], of which `count` exist, zeros for the rest; at once where `whole` allows it.
+template <typename T>
+KDEV void load_up_to4(float (&v)[4], const T* p, int count, bool whole) {
+  if (whole && count >= 4) {
+    load4(v, p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = i < count ? to_float(p[i]) : 0.0f;
+  }
+}
+
 // The last step for four neighbouring columns of one row: bias, then the epilogue. `up` is read with
-// SILU_MUL only; whole: four elements may be read and written at once.
+// SILU_MUL only; whole: four elements of out may be read and written at once.
 template <int EPILOGUE, typename Out>
 KDEV void finish4(Out* out, int column, int columns, float (&v)[4], const float (&up)[4],
                   const float* bias, bool whole) {
+  float add[4], old[4];
+  load_up_to4(add, bias + column, columns - column, true);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (column + i >= columns) break;
-    v[i] += bias[column + i];
-    if (EPILOGUE == SILU_MUL) v[i] = silu(v[i]) * (up[i] + bias[columns + column + i]);
+  for (int i = 0; i < 4; ++i) v[i] += add[i];
+  if (EPILOGUE == SILU_MUL) {
+    load_up_to4(add, bias + columns + column, columns - column, columns % 4 == 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = silu(v[i]) * (up[i] + add[i]);
+  }
+  if (EPILOGUE == ADD) {
+    load_up_to4(old, out + column, columns - column, whole);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] += old[i];
   }
   if (whole && column + 4 <= columns) {
-    if (EPILOGUE == ADD) {
-      float old[4];
-      load4(old, out + column);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] += old[i];
-    }
     store4(out + column, v);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (column + i >= columns) break;
-      if (EPILOGUE == ADD) v[i] += to_float(out[column + i]);
-      out[column + i] = from_float<Out>(v[i]);
-    }
+    for (int i = 0; i < 4; ++i)
+      if (column + i < columns) out[column + i] = from_float<Out>(v[i]);
   }
 }
 

@@ -30,6 +30,7 @@ from rawpaged.gpu.tuned import (
 )
 from tests.hostsim.conftest import ORDERS
 from tests.hostsim.loader import HostLoader
+from tests.hostsim.traffic import KernelTraffic
 from tests.hostsim.wheels import CudaWheels
 
 pytestmark = pytest.mark.gpusim
@@ -133,7 +134,7 @@ def make_operands(
 ) -> tuple[Floats, PackedLinear]:
     """x, a view whose surroundings are NaN, and a packed weight with a bias."""
     rng = np.random.default_rng(rows + 1000 * out_features)
-    around = aligned((rows + 1, in_features + 8), DTYPES[dtype])
+    around = poisoned((rows + 1, in_features + 8), DTYPES[dtype])
     x = around[:rows, :in_features]
     x[...] = rng.standard_normal(x.shape)
     weight = rng.standard_normal((out_features, in_features)) / 4
@@ -141,18 +142,15 @@ def make_operands(
     return x, pack(weight, bias, dtype=dtype, to_device=to_device)
 
 
-def aligned(shape: tuple[int, ...], dtype: Any) -> Floats:
-    """NaN at a multiple of 256 bytes, as device memory is allocated."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = np.empty(size + 256, np.uint8)
-    start = -memory.ctypes.data % 256
-    array: Floats = memory[start : start + size].view(dtype).reshape(shape)
-    array[...] = np.nan
+def poisoned(shape: tuple[int, ...], dtype: Any) -> Floats:
+    """NaN, in memory that begins at a multiple of 16 bytes."""
+    array: Floats = np.full(shape, np.nan, dtype)
+    assert array.ctypes.data % 16 == 0
     return array
 
 
 def to_device(array: Floats) -> Floats:
-    copy = aligned(array.shape, array.dtype)
+    copy = poisoned(array.shape, array.dtype)
     copy[...] = array
     return copy
 
@@ -160,7 +158,7 @@ def to_device(array: Floats) -> Floats:
 def run(linear: Linear, x: Floats, weight: PackedLinear, mode: Mode, *, offset: int = 0) -> Floats:
     """The product into a view of a poisoned array, of which nothing else may be written."""
     columns = weight.out_features // mode.halves
-    around = aligned((len(x) + 1, -(-columns // 8) * 8 + 8), DTYPES[mode.out_dtype])
+    around = poisoned((len(x) + 1, -(-columns // 8) * 8 + 8), DTYPES[mode.out_dtype])
     out = around[: len(x), offset : offset + columns]
     if mode.epilogue is Epilogue.ADD:
         out[...] = before(out.shape)
@@ -311,6 +309,82 @@ def test_silu_of_large_numbers(loader: Compiled) -> None:
         np.testing.assert_allclose(out[0].astype(np.float64), expected, rtol=2**-7, atol=1e-30)
 
 
+@pytest.fixture(scope="module")
+def profiling(cuda_wheels: CudaWheels) -> tuple[HostLoader, Compiled]:
+    """A loader that counts, and the kernels that it compiled."""
+    host = HostLoader(profile=True)
+    return host, Compiled(host)
+
+
+def aligned_traffic(
+    profiling: tuple[HostLoader, Compiled],
+    tile: LinearTile,
+    mode: Mode,
+    shape: tuple[int, int, int],
+    *,
+    split: bool = False,
+) -> dict[str, KernelTraffic]:
+    """Traffic by function of a product (rows, out_features, in_features) without gaps."""
+    host, loader = profiling
+    rows, out_features, _ = shape
+    x, weight = make_operands("bfloat16", *shape)
+    out = poisoned((rows, out_features // mode.halves), DTYPES[mode.out_dtype])
+    linear = make_linear(loader, "bfloat16", tile, split=split)
+    linear(out, to_device(x), weight, mode.epilogue)
+    return {name.split("_bf16")[0]: traffic for name, traffic in host.take_traffic().items()}
+
+
+@pytest.mark.parametrize("mode", MODES["bfloat16"], ids=lambda mode: mode.label)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
+def test_traffic_of_gemm(
+    profiling: tuple[HostLoader, Compiled], tile: GemmTile, split: bool, mode: Mode
+) -> None:
+    m, n, k = 2 * tile.rows, 2 * tile.columns, 128
+    traffic = aligned_traffic(profiling, tile, mode, (m, n, k), split=split)
+    product = traffic["gemm_slice" if split else "gemm"]
+    out = traffic["gemm_reduce" if split else "gemm"]
+    assert product.wavefronts == product.ideal_wavefronts > 0
+    for kernel in traffic.values():
+        assert kernel.sectors <= 1.1 * kernel.ideal_sectors
+    # Each row tile reads the whole weight, each column tile all of x.
+    assert product.array_bytes("w") == 2 * (2 * n * k)
+    assert product.array_bytes("x") == 2 * (2 * m * k)
+    itemsize = np.dtype(DTYPES[mode.out_dtype]).itemsize
+    out_bytes = m * n // mode.halves * itemsize
+    assert out.array_bytes("out", write=True) == out_bytes
+    assert out.array_bytes("out") == (out_bytes if mode.epilogue is Epilogue.ADD else 0)
+    if split:
+        assert product.array_bytes("workspace", write=True) == 2 * m * n * 4
+        assert out.array_bytes("workspace") == 2 * m * n * 4
+
+
+@pytest.mark.parametrize("mode", MODES["bfloat16"], ids=lambda mode: mode.label)
+@pytest.mark.parametrize("tile", FEW_ROWS_TILES, ids=str)
+def test_traffic_of_few_rows(
+    profiling: tuple[HostLoader, Compiled], tile: FewRowsTile, mode: Mode
+) -> None:
+    m, n, k = tile.rows - 3, 64, 1024
+    traffic = aligned_traffic(profiling, tile, mode, (m, n, k))["few_rows"]
+    assert traffic.array_bytes("w") == 2 * n * k
+    assert traffic.array_bytes("x") == 2 * m * k * (n // (16 * tile.groups))
+    # Conflicts and partial sectors are left in the last step only, once a CTA.
+    assert traffic.wavefronts <= 1.1 * traffic.ideal_wavefronts
+    assert traffic.sectors <= 1.01 * traffic.ideal_sectors
+
+
+@pytest.mark.parametrize("mode", MODES["bfloat16"], ids=lambda mode: mode.label)
+def test_traffic_of_gemv(profiling: tuple[HostLoader, Compiled], mode: Mode) -> None:
+    host, loader = profiling
+    x, weight = make_operands("bfloat16", 1, 64, 1024)
+    out = poisoned((1, 64 // mode.halves), DTYPES[mode.out_dtype])
+    linear = make_linear(loader, "bfloat16", TILES[0], batch_invariant=False)
+    linear(out, to_device(x), weight, mode.epilogue)
+    (traffic,) = host.take_traffic().values()
+    assert traffic.array_bytes("w") == 2 * 64 * 1024
+    assert traffic.sectors <= 1.01 * traffic.ideal_sectors
+
+
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features"), [(150, 300, 1096), (5, 1000, 2048)]
 )
@@ -332,7 +406,7 @@ def test_larger_products(
 
 def test_no_rows(loader: Compiled) -> None:
     x, weight = make_operands("bfloat16", 1, 16, 16)
-    out = aligned((1, 16), DTYPES["bfloat16"])
+    out = poisoned((1, 16), DTYPES["bfloat16"])
     make_linear(loader, "bfloat16", TILES[0])(out[:0], x[:0], weight)
     assert np.isnan(out.astype(np.float32)).all()
 
@@ -340,14 +414,14 @@ def test_no_rows(loader: Compiled) -> None:
 def test_what_does_not_fit_is_refused(loader: Compiled) -> None:
     linear = make_linear(loader, "bfloat16", {8: FEW_ROWS_TILES[0], 64: GEMM_TILES[0]})
     x, weight = make_operands("bfloat16", 65, 34, 24)
-    out = aligned((65, 34), DTYPES["bfloat16"])
+    out = poisoned((65, 34), DTYPES["bfloat16"])
     wrong_x = (
         x[:3].astype(np.float16),
         x[:3, :16],
         x[:4],
-        aligned((3, 31), x.dtype)[:, :24],  # rows 62 bytes apart
-        aligned((3, 32), x.dtype)[:, 1:25],  # rows begin within a chunk
-        aligned((3, 48), x.dtype)[:, ::2],
+        poisoned((3, 31), x.dtype)[:, :24],  # rows 62 bytes apart
+        poisoned((3, 32), x.dtype)[:, 1:25],  # rows begin within a chunk
+        poisoned((3, 48), x.dtype)[:, ::2],
     )
     for wrong in wrong_x:
         with pytest.raises(ValueError, match="do not fit"):
@@ -366,7 +440,7 @@ def test_odd_features_cannot_be_halved(loader: Compiled) -> None:
     x, weight = make_operands("bfloat16", 3, 33, 24)
     with pytest.raises(ValueError, match="do not fit"):
         make_linear(loader, "bfloat16", TILES[0])(
-            aligned((3, 16), x.dtype), x, weight, Epilogue.SILU_MUL
+            poisoned((3, 16), x.dtype), x, weight, Epilogue.SILU_MUL
         )
 
 
