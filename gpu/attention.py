@@ -73,7 +73,8 @@ class DecodeWork:
     """Requests with one query whose partitions fit the workspace together.
 
     Arrays are NumPy's as planned, and the device's after `AttentionWork.upload`. A captured graph
-    is replayed with other contents of arrays that are large enough: `sizes` says what is used.
+    is replayed with other contents of arrays that are large enough: `sizes` says what is used. It
+    is captured with `is_split`, and the numbers of rows of those arrays.
     """
 
     items: Any  # i32[num_items, 2]: request and partition, a request's in order
@@ -82,6 +83,8 @@ class DecodeWork:
     sizes: Any  # i32[2]: numbers of items and requests in use
     num_items: int
     num_requests: int
+    is_split: bool
+    """Whether a request has several partitions, whose results have to be combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,7 @@ def _decode_rounds(
             np.array([total, count], np.int32),
             total,
             count,
+            total > count,
         )
         first += count
 
@@ -451,7 +455,7 @@ class PagedAttention:
             soft_cap,
             window,
         )
-        if part.num_items == part.num_requests:
+        if not part.is_split:
             return  # a partition each, which wrote the output itself
         self._reduce(
             (self.num_heads, part.num_requests),

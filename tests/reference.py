@@ -12,7 +12,8 @@ Float = npt.NDArray[Any]
 
 def rms_norm(x: Float, weight: Float, eps: float) -> Float:
     x = x.astype(np.float64)
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    out: Float = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return out
 
 
 def linear(x: Float, weight: Float, bias: Float | None) -> Float:
@@ -29,34 +30,52 @@ def rope(x: Float, positions: Float, frequencies: Float) -> Float:
 
 
 def attention(
-    q: Float, keys: Float, values: Float, start: int, scale: float, window: int | None
+    q: Float,
+    keys: Float,
+    values: Float,
+    start: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: Float | None = None,
 ) -> Float:
-    """Queries [n, heads, d] at positions start... over keys and values [start + n, kv_heads, d]."""
+    """Queries [n, heads, d] at positions start... over keys and values [start + n, kv_heads, d].
+
+    A soft cap is cap * tanh(score / cap); sinks [heads] are logits without a value.
+    """
     n, num_heads, _ = q.shape
     group = num_heads // keys.shape[1]
     keys = np.repeat(keys.astype(np.float64), group, axis=1)
     values = np.repeat(values.astype(np.float64), group, axis=1)
     scores = np.einsum("nhd,mhd->hnm", q.astype(np.float64), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
     query_positions = start + np.arange(n)[:, None]
     key_positions = np.arange(len(keys))[None, :]
     visible = key_positions <= query_positions
     if window is not None:
         visible &= key_positions > query_positions - window
     scores = np.where(visible, scores, -np.inf)
+    if sinks is not None:
+        column = np.broadcast_to(sinks.astype(np.float64)[:, None, None], (num_heads, n, 1))
+        scores = np.concatenate([scores, column], axis=-1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hnm,mhd->nhd", weights, values)
+    out: Float = np.einsum("hnm,mhd->nhd", weights[..., : len(keys)], values)
+    return out
 
 
 def silu_and_mul(gate_up: Float) -> Float:
     gate, up = np.split(gate_up.astype(np.float64), 2, axis=-1)
-    return gate / (1 + np.exp(-gate)) * up
+    out: Float = gate / (1 + np.exp(-gate)) * up
+    return out
 
 
 def log_softmax(logits: Float) -> Float:
     logits = logits.astype(np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    out: Float = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return out
 
 
 def kept_tokens(
@@ -64,7 +83,7 @@ def kept_tokens(
 ) -> npt.NDArray[np.bool_]:
     """Which tokens of one row may be drawn: min-p, then top-k, then top-p, by sorting."""
     probabilities = np.exp(log_softmax(logits / temperature))
-    kept = probabilities >= min_p * probabilities.max()
+    kept: npt.NDArray[np.bool_] = probabilities >= min_p * probabilities.max()
     if top_k > 0:
         kth = np.sort(np.where(kept, probabilities, -1))[::-1][min(top_k, len(logits)) - 1]
         kept &= probabilities >= kth

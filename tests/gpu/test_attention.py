@@ -1,0 +1,443 @@
+"""Paged attention kernels on the simulator, against float64.
+
+Nothing that a batch does not own may be read: the pools are NaN outside of written slots, and block
+tables point far away outside of visible keys.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rawpaged.errors import BackendError
+from rawpaged.gpu.attention import AttentionWork, PagedAttention, RaggedBatch, Workspace
+from rawpaged.gpu.kv_cache import BLOCK_SIZES, cache_shape
+from tests import reference
+from tests.gpu.caches import NUMPY_TYPES, dequantised, poisoned_pool, quantised, raw
+from tests.hostsim.conftest import ORDERS
+from tests.hostsim.loader import HostLoader
+from tests.ops.cases import ATTENTION_CASES, AttentionCase
+
+pytestmark = pytest.mark.gpusim
+
+Floats = npt.NDArray[Any]
+
+PARTITION_TOKENS = 32
+NO_BLOCK = 2**30
+"""In block tables where no block may be looked up."""
+SEEDS = (("random", 2), ("random", 3))
+NO_WORK = AttentionWork((), None, 0)
+MIXED = AttentionCase("mixed", ((20, 50), (1, 70), (1, 2), (2, 33), (1, 129)))
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the shared cases do not have."""
+
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+PLAIN = Extras()
+
+
+class Batch:
+    """Arrays of one case: random keys and values in blocks at random places."""
+
+    def __init__(self, case: AttentionCase, extras: Extras = PLAIN, seed: int = 0) -> None:
+        self.case, self.extras = case, extras
+        rng = np.random.default_rng(seed)
+        self.counts = [queries for queries, _ in case.lengths]
+        self.query_start_loc = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+        self.seq_lens = np.array([kv for _, kv in case.lengths], np.int32)
+        scales = rng.uniform(0.01, 0.04, (2, case.num_kv_heads)).astype(np.float32)
+        self.key_scale, self.value_scale = scales
+        needed = [-(-kv // case.block_size) for _, kv in case.lengths]
+        order = rng.permutation(sum(needed) + 3).astype(np.int32)
+        shape = cache_shape(len(order), case.num_kv_heads, case.head_dim, case.block_size)
+        pools = [poisoned_pool(shape, extras.cache_dtype) for _ in range(2)]
+        self.block_tables = np.full((len(needed), max(needed) + 1), NO_BLOCK, np.int32)
+        self.history = []
+        for row, (queries, kv) in enumerate(case.lengths):
+            first_seen = 0 if case.window is None else max(0, kv - queries + 1 - case.window)
+            tokens = np.arange(kv)
+            block = order[sum(needed[:row]) + tokens // case.block_size]
+            seen = tokens >= first_seen
+            self.block_tables[row, tokens[seen] // case.block_size] = block[seen]
+            self.history.append(
+                [
+                    self._fill(pool, block, tokens % case.block_size, seen, scale, rng)
+                    for pool, scale in zip(pools, scales, strict=True)
+                ]
+            )
+        self.keys, self.values = (raw(pool, extras.cache_dtype) for pool in pools)
+        self.q = self._queries(rng)
+        self.sinks = (
+            rng.standard_normal(case.num_heads).astype(np.float32) if extras.sinks else None
+        )
+
+    def _fill(
+        self,
+        pool: Floats,
+        block: Floats,
+        offset: Floats,
+        seen: Floats,
+        scale: Floats,
+        rng: np.random.Generator,
+    ) -> Floats:
+        """Write a request's visible elements; the values that they stand for, of all."""
+        shape = (len(block), self.case.num_kv_heads, self.case.head_dim)
+        elements = quantised(rng.standard_normal(shape), scale, self.extras.cache_dtype)
+        pool[block[seen], :, offset[seen]] = elements[seen]
+        return dequantised(elements, scale, self.extras.cache_dtype)
+
+    def _queries(self, rng: np.random.Generator) -> Floats:
+        """A view of rows that hold keys and values too, as the model's are."""
+        case = self.case
+        heads = case.num_heads + 2 * case.num_kv_heads
+        qkv = rng.standard_normal((sum(self.counts), heads, case.head_dim))
+        q: Floats = qkv.astype(NUMPY_TYPES[self.extras.dtype])[:, : case.num_heads]
+        return q
+
+    def only(self, rows: Sequence[int]) -> Batch:
+        """The same requests, fewer and in another order, in blocks at other places."""
+        part = copy.copy(self)
+        part.counts = [self.counts[row] for row in rows]
+        part.query_start_loc = np.concatenate([[0], np.cumsum(part.counts)]).astype(np.int32)
+        part.seq_lens = self.seq_lens[list(rows)]
+        part.q = np.concatenate(
+            [self.q[self.query_start_loc[row] : self.query_start_loc[row + 1]] for row in rows]
+        )
+        moved = np.random.default_rng(1).permutation(len(self.keys)).astype(np.int32)
+        part.keys, part.values = np.empty_like(self.keys), np.empty_like(self.values)
+        part.keys[moved], part.values[moved] = self.keys, self.values
+        table = self.block_tables[list(rows)]
+        used = table != NO_BLOCK
+        part.block_tables = np.where(used, moved[np.where(used, table, 0)], NO_BLOCK)
+        return part
+
+    def expected(self, *, plain: bool = False) -> Floats:
+        """In float64, or the straightforward computation: float32, rounded to the type once."""
+        case, out = self.case, []
+        for row, (keys, values) in enumerate(self.history):
+            begin, end = self.query_start_loc[row : row + 2]
+            start = case.lengths[row][1] - case.lengths[row][0]
+            arguments = (start, case.head_dim**-0.5, case.window, self.extras.soft_cap, self.sinks)
+            attend = _attention_float32 if plain else reference.attention
+            out.append(attend(self.q[begin:end], keys, values, *arguments))
+        result = np.concatenate(out)
+        return result.astype(self.q.dtype).astype(np.float64) if plain else result
+
+
+def _attention_float32(
+    q: Floats,
+    keys: Floats,
+    values: Floats,
+    start: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Floats | None,
+) -> Floats:
+    """The formula with every operation in float32, one query and head at a time."""
+    out = np.empty(q.shape, np.float32)
+    group = q.shape[1] // keys.shape[1]
+    for t in range(q.shape[0]):
+        last = start + t
+        first = 0 if window is None else max(0, last + 1 - window)
+        for h in range(q.shape[1]):
+            k, v = (
+                part[first : last + 1, h // group].astype(np.float32) for part in (keys, values)
+            )
+            scores = k @ q[t, h].astype(np.float32) * np.float32(scale)
+            if soft_cap is not None:
+                scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
+            most = scores.max() if sinks is None else max(scores.max(), sinks[h])
+            weights = np.exp(scores - most)
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[h] - most))
+            out[t, h] = weights @ v / total
+    return out
+
+
+def make_attention(
+    loader: HostLoader,
+    case: AttentionCase,
+    extras: Extras = PLAIN,
+    *,
+    max_items: int = 64,
+    partition_tokens: int = PARTITION_TOKENS,
+) -> tuple[PagedAttention, Workspace]:
+    """The launcher of a case and its workspace, full of NaN."""
+    workspace = Workspace.allocate(np.empty, max_items, case.num_heads, case.head_dim)
+    for array in (workspace.out, workspace.top, workspace.sum):
+        array[...] = np.nan
+    attention = PagedAttention(
+        loader,
+        dtype=extras.dtype,
+        cache_dtype=extras.cache_dtype,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        workspace=workspace,
+        partition_tokens=partition_tokens,
+    )
+    return attention, workspace
+
+
+def run(attention: PagedAttention, batch: Batch, work: AttentionWork | None = None) -> Floats:
+    """The output, in an array whose rows have a gap that must stay as it is."""
+    case, extras = batch.case, batch.extras
+    wide = np.full((len(batch.q), case.num_heads + 1, case.head_dim), np.nan, batch.q.dtype)
+    out = wide[:, : case.num_heads]
+    plan = RaggedBatch(
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_tables,
+        work or attention.plan(batch.query_start_loc, batch.seq_lens),
+    )
+    is_scaled = attention.cache_type.is_scaled
+    attention(
+        out,
+        batch.q,
+        batch.keys,
+        batch.values,
+        plan,
+        scale=case.head_dim**-0.5,
+        sliding_window=case.window,
+        soft_cap=extras.soft_cap,
+        key_scale=batch.key_scale if is_scaled else None,
+        value_scale=batch.value_scale if is_scaled else None,
+        sinks=batch.sinks,
+    )
+    assert np.isnan(wide[:, case.num_heads :].astype(np.float32)).all()
+    return out
+
+
+def check_case(loader: HostLoader, case: AttentionCase, extras: Extras = PLAIN) -> None:
+    batch = Batch(case, extras)
+    attention, _ = make_attention(loader, case, extras)
+    check_output(run(attention, batch), batch)
+
+
+def check_output(out: Floats, batch: Batch) -> None:
+    """At most twice as far from float64 as the formula in float32, rounded to the type once."""
+    expected = batch.expected()
+    error = np.abs(out.astype(np.float64) - expected).max()
+    plain_error = np.abs(batch.expected(plain=True) - expected).max()
+    rounding = np.finfo(np.float32).eps
+    assert error <= 2 * plain_error + rounding, f"{error=} {plain_error=}"
+
+
+def bits(x: Floats) -> bytes:
+    return np.ascontiguousarray(x).tobytes()
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+def test_shared_cases(host_loader: HostLoader, case: AttentionCase) -> None:
+    if case.head_dim == 100:
+        with pytest.raises(BackendError, match="head_dim=100 is not one of"):
+            make_attention(host_loader, case)
+        return
+    check_case(host_loader, case)
+
+
+@pytest.mark.parametrize("host_loader", SEEDS, indirect=True)
+def test_other_schedules(host_loader: HostLoader) -> None:
+    check_case(host_loader, MIXED)
+    check_case(host_loader, replace(MIXED, window=40))
+
+
+@pytest.mark.parametrize("host_loader", ORDERS[-1:], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "head_dim"),
+    [
+        ("float16", "float16", 64),
+        ("float16", "fp8_e4m3", 64),
+        ("float16", "int8", 32),
+        ("bfloat16", "fp8_e4m3", 80),
+        ("bfloat16", "fp8_e4m3", 128),
+        ("bfloat16", "int8", 96),
+        ("bfloat16", "int8", 256),
+    ],
+)
+def test_types(host_loader: HostLoader, dtype: str, cache_dtype: str, head_dim: int) -> None:
+    case = replace(MIXED, head_dim=head_dim)
+    check_case(host_loader, case, Extras(dtype, cache_dtype))
+    windowed = Extras(dtype, cache_dtype, soft_cap=3.0, sinks=True)
+    check_case(host_loader, replace(case, window=40, block_size=8), windowed)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_block_sizes(host_loader: HostLoader, block_size: int) -> None:
+    check_case(host_loader, replace(MIXED, block_size=block_size))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 24])
+def test_groups(host_loader: HostLoader, group: int) -> None:
+    lengths = ((1, 70), (5, 21), (1, 9))
+    check_case(host_loader, AttentionCase("", lengths, num_heads=2 * group, num_kv_heads=2))
+
+
+def test_large_group_of_large_heads(host_loader: HostLoader) -> None:
+    case = AttentionCase("", ((1, 70), (3, 9)), num_heads=12, num_kv_heads=1, head_dim=256)
+    check_case(host_loader, case)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_window_soft_cap_and_sinks(
+    host_loader: HostLoader, window: int | None, soft_cap: float | None, sinks: bool
+) -> None:
+    check_case(host_loader, replace(MIXED, window=window), Extras(soft_cap=soft_cap, sinks=sinks))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_large_scores(host_loader: HostLoader, soft_cap: float | None) -> None:
+    batch = Batch(MIXED, Extras(soft_cap=soft_cap))
+    batch.q *= np.array(40, batch.q.dtype)
+    attention, _ = make_attention(host_loader, MIXED)
+    check_output(run(attention, batch), batch)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_decode_does_not_depend_on_the_batch(host_loader: HostLoader, window: int | None) -> None:
+    case = replace(MIXED, window=window)
+    batch = Batch(case, Extras(sinks=True))
+    attention, _ = make_attention(host_loader, case)
+    out = run(attention, batch)
+    single = [row for row, count in enumerate(batch.counts) if count == 1]
+    for row in single:
+        alone = run(attention, batch.only([row]))
+        assert bits(alone[0]) == bits(out[batch.query_start_loc[row]])
+    reordered = run(attention, batch.only(single[::-1]))
+    assert bits(reordered) == bits(out[batch.query_start_loc[single[::-1]]])
+
+
+def test_rounds_that_share_a_small_workspace_give_the_same(host_loader: HostLoader) -> None:
+    batch = Batch(MIXED)
+    large, _ = make_attention(host_loader, MIXED)
+    small, _ = make_attention(host_loader, MIXED, max_items=5)
+    work = small.plan(batch.query_start_loc, batch.seq_lens)
+    assert [part.num_items for part in work.rounds] == [4, 5]
+    assert bits(run(small, batch)) == bits(run(large, batch))
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_prefill_does_not_depend_on_the_chunks(host_loader: HostLoader, window: int | None) -> None:
+    case = AttentionCase("", ((60, 100), (3, 20)), num_heads=6, window=window)
+    batch = Batch(case)
+    attention, _ = make_attention(host_loader, case)
+    whole = run(attention, batch)
+    for begin, end in ((0, 2), (2, 25), (25, 60)):
+        chunk = batch.only([0])
+        chunk.q = batch.q[begin:end]
+        chunk.query_start_loc = np.array([0, end - begin], np.int32)
+        chunk.seq_lens = np.array([40 + end], np.int32)
+        assert bits(run(attention, chunk)) == bits(whole[begin:end])
+
+
+def test_work_in_larger_arrays_as_a_captured_graph_replays_it(host_loader: HostLoader) -> None:
+    case = replace(MIXED, lengths=((1, 70), (1, 2), (1, 129)))
+    batch = Batch(case)
+    attention, _ = make_attention(host_loader, case)
+    expected = run(attention, batch)
+    work = attention.plan(batch.query_start_loc, batch.seq_lens)
+    (part,) = work.rounds
+
+    def padded(array: Floats) -> Floats:
+        large = np.full((30, *array.shape[1:]), NO_BLOCK, np.int32)
+        large[: len(array)] = array
+        return large
+
+    larger = replace(
+        part,
+        items=padded(part.items),
+        requests=padded(part.requests),
+        first_items=padded(part.first_items),
+        num_items=30,
+        num_requests=30,
+    )
+    assert bits(run(attention, batch, replace(work, rounds=(larger,)))) == bits(expected)
+
+
+def test_only_partitions_that_are_read_are_written(host_loader: HostLoader) -> None:
+    case = AttentionCase("", ((1, 100), (1, 20)), window=40)
+    attention, workspace = make_attention(host_loader, case)
+    run(attention, Batch(case))
+    # Keys 60 to 99 lie in partitions 1 to 3 of 0 to 3; the second request needs none at all.
+    written = [True] * 3
+    expected = [False, *written] + [False] * (attention.max_items - 4)
+    for array in (workspace.top, workspace.sum, workspace.out[..., 0], workspace.out[..., -1]):
+        assert (~np.isnan(array)).all(axis=1).tolist() == expected
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8_e4m3"])
+def test_long_contexts(cuda_wheels: object, cache_dtype: str) -> None:
+    lengths = ((1, 1500), (1, 256), (150, 400), (1, 257))
+    case = AttentionCase("", lengths, num_heads=8, num_kv_heads=2, head_dim=128)
+    extras = Extras(cache_dtype=cache_dtype)
+    attention, _ = make_attention(HostLoader("plain"), case, extras, partition_tokens=256)
+    batch = Batch(case, extras)
+    check_output(run(attention, batch), batch)
+
+
+def test_what_the_kernels_do_not_take_is_refused(host_loader: HostLoader) -> None:
+    with pytest.raises(BackendError, match="block_size=12"):
+        make_attention(host_loader, replace(MIXED, block_size=12))
+    with pytest.raises(BackendError, match="num_heads=5 is not a multiple of num_kv_heads=2"):
+        make_attention(host_loader, replace(MIXED, num_heads=5))
+    with pytest.raises(BackendError, match="partition_tokens=24"):
+        make_attention(host_loader, MIXED, partition_tokens=24)
+    with pytest.raises(BackendError, match="cache_dtype='int4'"):
+        make_attention(host_loader, MIXED, Extras(cache_dtype="int4"))
+    with pytest.raises(ValueError, match=r"top: float32\[0, 4\]"):
+        make_attention(host_loader, MIXED, max_items=0)
+
+
+INT64_LENS = RaggedBatch(
+    np.zeros(2, np.int32), np.zeros(1, np.int64), np.zeros((1, 1), np.int32), NO_WORK
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"soft_cap": -1.0}, "soft_cap=-1.0"),
+        ({"sinks": np.zeros(3, np.float32)}, r"sinks: float32\[3\]"),
+        ({"key_scale": np.ones(2, np.float32)}, "has no scales"),
+        ({"out": np.zeros((1, 4, 64), np.float32)}, r"out: float32\[1, 4, 64\]"),
+        ({"keys": np.zeros((3, 2, 16, 65), np.float16)}, "arrays do not fit"),
+        ({"q": np.zeros((1, 4 * 64 + 4), NUMPY_TYPES["bfloat16"])[:, 4:].reshape(1, 4, 64)}, "q:"),
+        ({"plan": INT64_LENS}, r"seq_lens: int64\[1\]"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    host_loader: HostLoader, change: dict[str, Any], message: str
+) -> None:
+    case = AttentionCase("", ((1, 9),))
+    batch = Batch(case)
+    attention, _ = make_attention(host_loader, case)
+    work = attention.plan(batch.query_start_loc, batch.seq_lens)
+    plan = RaggedBatch(batch.query_start_loc, batch.seq_lens, batch.block_tables, work)
+    arguments: dict[str, Any] = {
+        "out": np.empty_like(batch.q),
+        "q": batch.q,
+        "keys": batch.keys,
+        "values": batch.values,
+        "plan": plan,
+        "scale": 0.125,
+        "sliding_window": None,
+    }
+    with pytest.raises(ValueError, match=message):
+        attention(**(arguments | change))
