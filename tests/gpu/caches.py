@@ -21,13 +21,14 @@ _LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
 
 def quantised(x: Floats, scale: Floats, cache_dtype: str) -> Floats:
     """x [n, heads, d] as a cache's elements: x / scale by head, clamped, rounded to even."""
+    element = NUMPY_TYPES[cache_dtype]
     if cache_dtype not in _LARGEST:
-        return x.astype(NUMPY_TYPES[cache_dtype])
+        same: Floats = x.astype(element)
+        return same
     most = np.float32(_LARGEST[cache_dtype])
     scaled = np.clip(x.astype(np.float32) / scale.astype(np.float32)[:, None], -most, most)
-    if cache_dtype == "int8":
-        return np.rint(scaled).astype(np.int8)
-    return scaled.astype(ml_dtypes.float8_e4m3fn)
+    rounded: Floats = (np.rint(scaled) if cache_dtype == "int8" else scaled).astype(element)
+    return rounded
 
 
 def dequantised(elements: Floats, scale: Floats, cache_dtype: str) -> Floats:
