@@ -90,12 +90,20 @@ HOSTSIM_UNCHECKED T reduce(unsigned mask, T value, const char* name, Site site, 
   return result;
 }
 
-// Fibers change places only in calls, so that reading and writing here is one step.
+// Fibers change places only in calls and checked accesses, so that this is one step; for the same
+// reason `op` takes all its operands by value.
 template <class T, class Op>
-HOSTSIM_UNCHECKED T atomic_update(T* address, Site site, Op op) {
+HOSTSIM_UNCHECKED T atomic_update(T* address, T value, Site site, Op op) {
   check_atomic(address, sizeof *address, site);
   const T old = *address;
-  *address = op(old);
+  *address = op(old, value);
+  return old;
+}
+template <class T>
+HOSTSIM_UNCHECKED T atomic_compare_swap(T* address, T expected, T value, Site site) {
+  check_atomic(address, sizeof *address, site);
+  const T old = *address;
+  if (old == expected) *address = value;
   return old;
 }
 
@@ -159,7 +167,7 @@ HOSTSIM_UNCHECKED inline int __all_sync(unsigned mask, int predicate, HOSTSIM_HE
                          [](bool a, bool b) { return a && b; });
 }
 template <class T>
-unsigned __match_any_sync(unsigned mask, T value, HOSTSIM_HERE) {
+HOSTSIM_UNCHECKED unsigned __match_any_sync(unsigned mask, T value, HOSTSIM_HERE) {
   const hostsim::Lanes& lanes =
       hostsim::exchange(mask, &value, sizeof value, "__match_any_sync", site);
   unsigned equal = 0;
@@ -184,9 +192,10 @@ HOSTSIM_REDUCE(__reduce_xor_sync, unsigned, a ^ b)
 
 // ---- atomics ----------------------------------------------------------------------------------
 
-#define HOSTSIM_ATOMIC(name, T, expression)                                              \
-  inline T name(T* address, T value, HOSTSIM_HERE) {                                     \
-    return hostsim::atomic_update(address, site, [=](T old) -> T { return expression; }); \
+#define HOSTSIM_ATOMIC(name, T, expression)                                 \
+  inline T name(T* address, T operand, HOSTSIM_HERE) {                      \
+    return hostsim::atomic_update(address, operand, site,                   \
+                                  [](T old, T value) -> T { return expression; }); \
   }
 HOSTSIM_ATOMIC(atomicAdd, float, old + value)
 HOSTSIM_ATOMIC(atomicAdd, int, (int)((unsigned)old + (unsigned)value))
@@ -210,8 +219,7 @@ HOSTSIM_ATOMIC(atomicInc, unsigned, old >= value ? 0 : old + 1)
 
 template <class T>
 T atomicCAS(T* address, T expected, T value, HOSTSIM_HERE) {
-  return hostsim::atomic_update(address, site,
-                                [=](T old) { return old == expected ? value : old; });
+  return hostsim::atomic_compare_swap(address, expected, value, site);
 }
 
 // ---- loads, bits, mathematics -----------------------------------------------------------------
