@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from rawpaged.errors import BackendError
 from rawpaged.gpu.module import Loader
+from rawpaged.gpu.profiler import CudaProfiler
+from rawpaged.tracing import RangeSink
 
 _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -64,6 +66,14 @@ class Device(Protocol):
         """(available, total) bytes."""
         ...
 
+    def profiler_start(self) -> RangeSink | None:
+        """Turn an attached profiler on; takes the ranges it shall show."""
+        ...
+
+    def profiler_stop(self) -> None:
+        """Turn it off, after everything queued before."""
+        ...
+
     def close(self) -> None:
         """Give back all memory that nothing uses."""
         ...
@@ -78,6 +88,7 @@ class CudaDevice:
 
         self._device = self._cupy.cuda.Device()
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._profiler = CudaProfiler(self._cupy)
         self.loader: Loader = CupyLoader(self._cupy, self._stream)
 
     @property
@@ -127,6 +138,17 @@ class CudaDevice:
         with self._device:
             available, total = self._cupy.cuda.runtime.memGetInfo()
         return int(available), int(total)
+
+    def profiler_start(self) -> RangeSink | None:
+        # What was queued before the profile is not part of it.
+        self._stream.synchronize()
+        with self._device:
+            return self._profiler.start()
+
+    def profiler_stop(self) -> None:
+        self._stream.synchronize()
+        with self._device:
+            self._profiler.stop()
 
     def close(self) -> None:
         self._stream.synchronize()

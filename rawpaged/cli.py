@@ -1,4 +1,4 @@
-"""The `rawpaged` command: serve a model, complete a prompt, show a memory plan.
+"""The `rawpaged` command: serve a model, complete a prompt, show a memory plan, profile.
 
 Parsing imports neither numba nor the engine; commands import what they need.
 """
@@ -16,11 +16,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import rawpaged
 from rawpaged.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
 from rawpaged.errors import ConfigError, InvalidRequestError, RawpagedError
+from rawpaged.workload import Workload, parse_range, parse_workload
 
 API_KEY_VARIABLE = "RAWPAGED_API_KEY"
 _UNITS = {"": 1, "b": 1}
@@ -96,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
         help="also say how many requests of this length fit; may be repeated",
     )
     plan.set_defaults(run=_plan, log_level="warning")
+
+    profile = commands.add_parser("profile", help="run made-up requests and show what takes time")
+    _add_engine_flags(profile)
+    _add_profile_flags(profile)
+    profile.set_defaults(run=_profile, log_level="warning")
     return parser
 
 
@@ -147,6 +154,51 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="seconds that running requests may take after SIGTERM before they are aborted",
     )
+    parser.add_argument(
+        "--profiler-dir",
+        metavar="DIR",
+        help="let clients start and stop profiles, whose traces are written here; default: off",
+    )
+
+
+def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps",
+        type=_step_range,
+        metavar="FIRST-LAST",
+        help="trace these steps, counted from 1, and end with the last; default: all",
+    )
+    parser.add_argument(
+        "--workload",
+        type=_workload,
+        default=Workload(),
+        help="requests that all come at once, as prompts=8,prompt_len=128,output_len=32 (these "
+        "are the defaults); lengths may be ranges such as 64-256; also shared_prefix_len, seed",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="Chrome trace to write, for Perfetto; default: %(default)s",
+    )
+
+
+def _step_range(text: str) -> tuple[int, int]:
+    try:
+        first, last = parse_range(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if first < 1:
+        raise argparse.ArgumentTypeError("steps are counted from 1")
+    return first, last
+
+
+def _workload(text: str) -> Workload:
+    try:
+        return parse_workload(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -196,8 +248,10 @@ def _serve(args: argparse.Namespace) -> int:
     from rawpaged.engine.async_engine import AsyncEngine
     from rawpaged.server.app import create_app
     from rawpaged.server.metrics import PrometheusStats
+    from rawpaged.server.profiling import prepare_profiler_dir
     from rawpaged.server.run import run_server
 
+    profiler_dir = prepare_profiler_dir(args.profiler_dir) if args.profiler_dir else None
     names = args.served_model_name or [config.model]
     stats = PrometheusStats(names[0])
 
@@ -205,7 +259,13 @@ def _serve(args: argparse.Namespace) -> int:
         print(_ready_text(url, names[0], args.api_key is not None), flush=True)
 
     with AsyncEngine(config, stats_logger=stats) as engine:
-        app = create_app(engine, served_model_names=names, stats=stats, api_key=args.api_key)
+        app = create_app(
+            engine,
+            served_model_names=names,
+            stats=stats,
+            api_key=args.api_key,
+            profiler_dir=profiler_dir,
+        )
         run_server(
             app,
             host=args.host,
@@ -264,4 +324,18 @@ def _plan(args: argparse.Namespace) -> int:
     model, plan = plan_only(config)
     print(f"{config.model}: {model.architecture}, {model.num_parameters / 1e6:.1f}M parameters")
     print(plan.describe(tuple(args.mean_len)))
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    config = _engine_config(args)
+    output: Path = args.output
+    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
+        raise ConfigError(f"output={str(output)!r} cannot be written")
+    from rawpaged.engine.profile_report import describe_profile
+    from rawpaged.engine.profile_run import profile_workload
+
+    profile = profile_workload(config, args.workload, steps=args.steps, path=output)
+    print(describe_profile(profile))
+    print(f"\ntrace: {output} (for https://ui.perfetto.dev or chrome://tracing)")
     return 0

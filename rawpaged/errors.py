@@ -7,7 +7,8 @@ RawpagedError
 ├── InvalidRequestError     one request is wrong: HTTP 400, names the field
 ├── EngineClosedError       the engine is closed or shutting down: HTTP 503
 ├── RequestFailedError      one request failed inside the engine: HTTP 500
-└── ProfileError            a profile cannot start, stop or be written: HTTP 409
+├── ProfileError            a profile cannot start or stop now: HTTP 409
+└── TraceFileError          a profile's trace could not be written: HTTP 500
 """
 
 from __future__ import annotations
@@ -46,4 +47,8 @@ class RequestFailedError(RawpagedError):
 
 
 class ProfileError(RawpagedError):
-    """A profile cannot be started, stopped or written as asked; serving goes on."""
+    """A profile cannot be started or stopped as asked."""
+
+
+class TraceFileError(RawpagedError):
+    """A profile has ended but its trace could not be written; the text names file and reason."""

@@ -92,7 +92,8 @@ class AsyncEngine:
     async def stop_profile(self) -> Profile:
         """End the profile, or tell of the one that has ended by itself.
 
-        Raises ProfileError if there is none or its file could not be written, EngineClosedError.
+        Raises ProfileError if there is none, TraceFileError if its file could not be written, and
+        EngineClosedError.
         """
         return await asyncio.wrap_future(self._thread.stop_profile())
 

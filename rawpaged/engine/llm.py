@@ -134,7 +134,8 @@ class LLM:
     def stop_profile(self) -> Profile:
         """End the profile, or tell of the one that has ended by itself.
 
-        Raises ProfileError if there is none or its file could not be written, EngineClosedError.
+        Raises ProfileError if there is none, TraceFileError if its file could not be written, and
+        EngineClosedError.
         """
         return self._thread.stop_profile().result()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rawpaged.engine.engine import Engine
-from rawpaged.errors import ProfileError
+from rawpaged.errors import ProfileError, TraceFileError
 from rawpaged.tracing import Range, RangeRecorder, Tracer, write_chrome_trace
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Profiler:
         """Of the profile that runs or waits for its first step."""
         self._first_step = 0
         self._tracing: _Tracing | None = None
-        self._ended: Profile | ProfileError | None = None
+        self._ended: Profile | TraceFileError | None = None
         """What the last profile came to, until someone asks for it or starts another."""
 
     def start(self, options: ProfileOptions) -> int:
@@ -94,14 +94,14 @@ class Profiler:
     def stop(self) -> Profile:
         """End the profile, or tell of the one that has ended by itself.
 
-        Raises ProfileError if there is neither, or if its file could not be written.
+        Raises ProfileError if there is neither, TraceFileError if its file was not written.
         """
         if self._options is not None:
             self._end(self._options)
         ended, self._ended = self._ended, None
         if ended is None:
             raise ProfileError("no profile is running")
-        if isinstance(ended, ProfileError):
+        if isinstance(ended, TraceFileError):
             raise ended
         return ended
 
@@ -156,7 +156,7 @@ class Profiler:
         if options.on_end is not None:
             options.on_end()
 
-    def _write(self, profile: Profile, started: float) -> Profile | ProfileError:
+    def _write(self, profile: Profile, started: float) -> Profile | TraceFileError:
         """What comes of the profile once it is written."""
         if profile.path is None:
             return profile
@@ -165,7 +165,8 @@ class Profiler:
         try:
             write_chrome_trace(profile.path, profile.ranges, about)
         except OSError as error:
-            logger.error("the trace could not be written: %s", error)
-            return ProfileError(f"the trace could not be written: {error}")
+            message = f"{profile.path.name} could not be written: {error.strerror or error}"
+            logger.error("%s", message)
+            return TraceFileError(message)
         logger.info("%d steps from %d on: %s", profile.num_steps, profile.first_step, profile.path)
         return profile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from rawpaged.server.info import (
 )
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.middleware import add_request_id, check_api_key, log_access, report_errors
+from rawpaged.server.profiling import start_profile, stop_profile
 from rawpaged.server.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -37,12 +39,14 @@ def create_app(
     stats: PrometheusStats,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    profiler_dir: Path | None = None,
 ) -> web.Application:
     """An application that serves `engine` under every one of the names.
 
-    `stats` is the engine's logger, shown at /metrics. The engine stays the caller's to close. Run
-    it with `run_server`, or with a runner made with `handler_cancellation=True`, without which
-    requests of clients that went away run to their end. Raises ConfigError.
+    `stats` is the engine's logger, shown at /metrics. With a `profiler_dir`, which has to be
+    there, clients may start and stop profiles. The engine stays the caller's to close. Run the
+    application with `run_server`, or with a runner made with `handler_cancellation=True`, without
+    which requests of clients that went away run to their end. Raises ConfigError.
     """
     if not served_model_names or not all(served_model_names):
         raise ConfigError("a served model needs a name")
@@ -58,6 +62,7 @@ def create_app(
         stats=stats,
         api_key=api_key,
         max_body_bytes=max_body_bytes,
+        profiler_dir=profiler_dir,
         created=int(time.time()),
     )
     app.on_response_prepare.append(add_request_id)
@@ -73,6 +78,8 @@ def create_app(
             web.get("/health", show_health),
             web.get("/version", show_version),
             web.get("/metrics", show_metrics),
+            web.post("/start_profile", start_profile),
+            web.post("/stop_profile", stop_profile),
         ]
     )
     return app

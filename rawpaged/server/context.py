@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -27,6 +28,8 @@ class ServerContext:
     stats: PrometheusStats
     api_key: str | None
     max_body_bytes: int
+    profiler_dir: Path | None
+    """Where traces are written; None: the profiling routes are off."""
     created: int
     """Unix time of the start, shown as the models' age."""
 

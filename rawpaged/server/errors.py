@@ -11,8 +11,10 @@ from aiohttp import web
 from rawpaged.errors import (
     EngineClosedError,
     InvalidRequestError,
+    ProfileError,
     RawpagedError,
     RequestFailedError,
+    TraceFileError,
 )
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ def to_http_error(error: Exception) -> HttpError:
         return error
     if isinstance(error, InvalidRequestError):
         return HttpError(400, str(error), param=error.param)
+    if isinstance(error, ProfileError):
+        return HttpError(409, str(error), code="profile_conflict")
     if isinstance(error, EngineClosedError):
         return HttpError(
             503,
@@ -78,6 +82,8 @@ def to_http_error(error: Exception) -> HttpError:
             code="service_unavailable",
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
         )
+    if isinstance(error, TraceFileError):
+        return HttpError(500, str(error), code="trace_file")
     if isinstance(error, RequestFailedError):
         return HttpError(500, str(error), code="request_failed")
     if isinstance(error, web.HTTPException):
