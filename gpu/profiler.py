@@ -1,8 +1,7 @@
 """What nsys and ncu see of a profile: where it begins and ends, and NVTX ranges inside.
 
 `cudaProfilerStart` and `cudaProfilerStop` bound what a profiler records that was started with
-`nsys profile --capture-range=cudaProfilerApi`; without a profiler they do nothing. NVTX ranges cost
-about a microsecond each under nsys and next to nothing otherwise.
+`nsys profile --capture-range=cudaProfilerApi`; without a profiler they and NVTX do nothing.
 """
 
 from __future__ import annotations
