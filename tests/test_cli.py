@@ -29,8 +29,13 @@ from tests.server.client import complete, send
 from tests.tiny import LLAMA, tiny_config, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("serve", "generate", "plan")
-ARGUMENTS = {"serve": [LLAMA], "generate": [LLAMA, "hello"], "plan": [LLAMA]}
+COMMANDS = ("serve", "generate", "plan", "profile")
+ARGUMENTS = {
+    "serve": [LLAMA],
+    "generate": [LLAMA, "hello"],
+    "plan": [LLAMA],
+    "profile": [LLAMA],
+}
 HEAVY = ("numba", "numpy", "aiohttp", "cupy", "tokenizers", "msgspec", "jinja2", "rawpaged.engine")
 
 
