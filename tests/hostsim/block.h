@@ -53,10 +53,6 @@ struct Fiber {
   int copy_group;
 };
 
-struct Warp {
-  unsigned existing, exited, waiting;  // lanes; waiting in a collective
-};
-
 struct Block {
   uint3 index;
   uint32_t number;       // in the order in which blocks run

@@ -40,6 +40,8 @@ _CHECKED_KERNEL_FLAGS = (
     "-fno-store-merging",
     "-fno-tree-sra",
 )
+# Locals that a kernel does not set are huge numbers, not whatever lay on the stack. From GCC 12 on.
+_UNSET_LOCALS_FLAG = "-ftrivial-auto-var-init=pattern"
 
 
 class CompileError(RuntimeError):
@@ -60,8 +62,10 @@ class Builder:
         kernels = resources.files(KERNEL_PACKAGE)
         assert isinstance(kernels, Path), f"{kernels} is not a folder"
         self._include = (_HERE, kernels, *wheels.include)
-        toolchain = (self._compiler, compiler_version(self._compiler), _headers_version(wheels))
-        self._toolchain_key = repr((mode, toolchain, _KERNEL_FLAGS, _CHECKED_KERNEL_FLAGS))
+        version = compiler_version(self._compiler)
+        self._kernel_flags = _kernel_flags(mode, version)
+        toolchain = (self._compiler, version, _headers_version(wheels))
+        self._toolchain_key = repr((mode, toolchain, self._kernel_flags))
         self._runtime_key = self._digest(
             *(path.read_text() for path in sorted([*_RUNTIME, *_HERE.glob("*.h")]))
         )
@@ -86,12 +90,11 @@ class Builder:
 
     def _compile(self, text: str, library: Path) -> None:
         runtime = self._runtime_object()
-        flags = [*_KERNEL_FLAGS, *(_CHECKED_KERNEL_FLAGS if self._mode == "check" else ())]
         with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
             path = Path(scratch, "kernel.cc")
             path.write_text(text, encoding="utf-8")
             object_file = path.with_suffix(".o")
-            self._run([*flags, "-c", str(path), "-o", str(object_file)])
+            self._run([*self._kernel_flags, "-c", str(path), "-o", str(object_file)])
             linked = path.with_suffix(".so")
             objects = [str(object_file), str(runtime)]
             self._run(["-shared", "-Wl,-Bsymbolic", "-o", str(linked), *objects])
@@ -120,6 +123,13 @@ class Builder:
         )
         if done.returncode != 0:
             raise CompileError(done.stderr)
+
+
+def _kernel_flags(mode: Mode, version: str) -> tuple[str, ...]:
+    if mode == "plain":
+        return _KERNEL_FLAGS
+    unset_locals = (_UNSET_LOCALS_FLAG,) if int(version.split(".")[0]) >= 12 else ()
+    return (*_KERNEL_FLAGS, *_CHECKED_KERNEL_FLAGS, *unset_locals)
 
 
 def _headers_version(wheels: CudaWheels) -> str:

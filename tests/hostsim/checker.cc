@@ -145,7 +145,8 @@ void check_shared(size_t offset, size_t size, Access access, Place place) {
 }
 
 [[noreturn]] void fail_outside(uintptr_t address, size_t size, Access access, Place place) {
-  if (address < 4096) fail(place, "global-out-of-bounds", "%s through a null pointer", verb(access));
+  if (address < 4096)
+    fail(place, "global-out-of-bounds", "%s through a null pointer", verb(access));
   const Region* nearest = nullptr;
   long long distance = 0;
   for (uint64_t i = 0; i < launch.num_regions; ++i) {
@@ -155,7 +156,8 @@ void check_shared(size_t offset, size_t size, Access access, Place place) {
     distance = offset;
   }
   if (!nearest)
-    fail(place, "global-out-of-bounds", "%s of %zu bytes at an unknown address", verb(access), size);
+    fail(place, "global-out-of-bounds", "%s of %zu bytes at an unknown address", verb(access),
+         size);
   fail(place, "global-out-of-bounds", "%s of %zu bytes at byte %lld of `%s`, which has %zu bytes",
        verb(access), size, distance, nearest->name, nearest->size);
 }

@@ -73,7 +73,8 @@ SUSPECT(sub_overflow, "overflow", "signed overflow of -", void*, void*)
 SUSPECT(mul_overflow, "overflow", "signed overflow of *", void*, void*)
 SUSPECT(negate_overflow, "overflow", "signed overflow of negation", void*)
 SUSPECT(divrem_overflow, "division", "division by zero, or its result overflows", void*, void*)
-SUSPECT(shift_out_of_bounds, "shift", "left shift of a negative number, or shift by too much", void*, void*)
+SUSPECT(shift_out_of_bounds, "shift", "left shift of a negative number, or shift by too much",
+        void*, void*)
 SUSPECT(float_cast_overflow, "conversion", "float that does not fit the integer type", void*)
 
 #endif

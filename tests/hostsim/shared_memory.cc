@@ -60,7 +60,9 @@ bool in_shared_arena(const void* address) {
   return (size_t)((const unsigned char*)address - arena) < kArenaBytes;
 }
 
-size_t shared_offset(const void* address) { return (size_t)((const unsigned char*)address - arena); }
+size_t shared_offset(const void* address) {
+  return (size_t)((const unsigned char*)address - arena);
+}
 
 const SharedArray* shared_array_of(size_t offset, size_t size) {
   for (const SharedArray& array : arrays)

@@ -44,9 +44,8 @@ class CudaWheels:
 
 def find_cuda_wheels() -> CudaWheels:
     """The newest CUDA wheels of this environment; raises MissingToolError with what to install."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    roots = sorted(root for folder in folders for root in Path(folder).glob("cu[1-9]*"))
+    roots = [root for folder in _nvidia_folders() for root in folder.glob("cu[1-9]*")]
+    roots.sort(key=lambda root: int(root.name[2:]))
     if not roots:
         raise MissingToolError(f"no CUDA wheels in this environment; {INSTALL_HINT}")
     wheels = CudaWheels(roots[-1])
@@ -58,6 +57,12 @@ def find_cuda_wheels() -> CudaWheels:
     if missing:
         raise MissingToolError(f"{', '.join(missing)}: not installed; {INSTALL_HINT}")
     return wheels
+
+
+def _nvidia_folders() -> list[Path]:
+    """Where packages of NVIDIA's namespace are installed."""
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
 def find_compiler() -> str:
