@@ -34,7 +34,7 @@ PARTITION_TOKENS = 256
 """Keys of a request with one query that a block takes at a time; part of its result's bits."""
 
 _MOST_PARTITION_BLOCKS = 128
-_GRID_ITEMS = 1024
+GRID_ITEMS = 1024
 """Items in flight at most; blocks then take several. A captured graph's grid stays small so."""
 _THREADS = 128
 
@@ -309,7 +309,8 @@ class PagedAttention:
     """Causal attention over a paged cache for one shape of heads, blocks and types.
 
     dtype is "bfloat16" or "float16"; cache_dtype is the same, "fp8_e4m3" (arrays of uint8) or
-    "int8". Raises BackendError for what the kernels do not take.
+    "int8". Raises BackendError for what the kernels do not take. `grid_items` has no influence on
+    results; `partition_tokens` has.
     """
 
     def __init__(
@@ -324,6 +325,7 @@ class PagedAttention:
         block_size: int,
         workspace: Workspace,
         partition_tokens: int = PARTITION_TOKENS,
+        grid_items: int = GRID_ITEMS,
     ) -> None:
         check_types(dtype, cache_dtype)
         check_cache_shape(head_dim, block_size)
@@ -339,6 +341,7 @@ class PagedAttention:
         self.head_dim = head_dim
         self.block_size = block_size
         self.partition_tokens = partition_tokens
+        self.grid_items = grid_items
         self.tile = PrefillTile.of(head_dim)
         self.max_items = self._check_workspace(workspace)
         self._workspace = workspace
@@ -432,7 +435,7 @@ class PagedAttention:
         scale, soft_cap, window = call.scores
         head_blocks = -(-self.group // (8 * head_tiles(self.group, self.head_dim)))
         self._decode(
-            (self.num_kv_heads * head_blocks, min(part.num_items, _GRID_ITEMS)),
+            (self.num_kv_heads * head_blocks, min(part.num_items, self.grid_items)),
             (_THREADS,),
             call.out,
             space.out,

@@ -285,7 +285,7 @@ KDEV void paged_decode(T* out, float* partial_out, float* partial_top, float* pa
         }
       }
     }
-    __syncthreads();
+    // No barrier: the next item's first one comes before anything read here is written.
   }
 }
 

@@ -174,6 +174,7 @@ def make_attention(
     *,
     max_items: int = 64,
     partition_tokens: int = PARTITION_TOKENS,
+    grid_items: int = 1024,
 ) -> tuple[PagedAttention, Workspace]:
     """The launcher of a case and its workspace, full of NaN."""
     workspace = Workspace.allocate(np.empty, max_items, case.num_heads, case.head_dim)
@@ -189,6 +190,7 @@ def make_attention(
         block_size=case.block_size,
         workspace=workspace,
         partition_tokens=partition_tokens,
+        grid_items=grid_items,
     )
     return attention, workspace
 
@@ -287,6 +289,14 @@ def test_groups(host_loader: HostLoader, group: int) -> None:
     check_case(host_loader, AttentionCase("", lengths, num_heads=2 * group, num_kv_heads=2))
 
 
+@pytest.mark.parametrize("partition_tokens", [16, 48, 128, 256])
+def test_partitions_of_other_sizes(host_loader: HostLoader, partition_tokens: int) -> None:
+    case = AttentionCase("", ((1, 300), (1, 129)), num_heads=10, num_kv_heads=1)
+    batch = Batch(case)
+    attention, _ = make_attention(host_loader, case, partition_tokens=partition_tokens)
+    check_output(run(attention, batch), batch)
+
+
 def test_large_group_of_large_heads(host_loader: HostLoader) -> None:
     case = AttentionCase("", ((1, 70), (3, 9)), num_heads=12, num_kv_heads=1, head_dim=256)
     check_case(host_loader, case)
@@ -330,6 +340,13 @@ def test_rounds_that_share_a_small_workspace_give_the_same(host_loader: HostLoad
     work = small.plan(batch.query_start_loc, batch.seq_lens)
     assert [part.num_items for part in work.rounds] == [4, 5]
     assert bits(run(small, batch)) == bits(run(large, batch))
+
+
+def test_blocks_that_take_several_items_give_the_same(host_loader: HostLoader) -> None:
+    batch = Batch(MIXED)
+    many, _ = make_attention(host_loader, MIXED)
+    two, _ = make_attention(host_loader, MIXED, grid_items=2)
+    assert bits(run(two, batch)) == bits(run(many, batch))
 
 
 @pytest.mark.parametrize("window", [None, 30])
