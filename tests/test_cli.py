@@ -31,7 +31,7 @@ from tests.tiny import LLAMA, tiny_config, write_tokenizer
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("serve", "generate", "plan", "profile")
 ARGUMENTS = {
-    "serve": [LLAMA],
+    "serve": [LLAMA, "--port", "0"],
     "generate": [LLAMA, "hello"],
     "plan": [LLAMA],
     "profile": [LLAMA],

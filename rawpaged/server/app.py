@@ -66,20 +66,22 @@ def create_app(
         created=int(time.time()),
     )
     app.on_response_prepare.append(add_request_id)
-    app.add_routes(
-        [
-            web.post("/v1/completions", create_completion),
-            web.post("/v1/chat/completions", create_chat_completion),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/v1/models", list_models),
-            # Names such as `org/model` hold slashes.
-            web.get("/v1/models/{name:.+}", show_model),
-            web.get("/health", show_health),
-            web.get("/version", show_version),
-            web.get("/metrics", show_metrics),
-            web.post("/start_profile", start_profile),
-            web.post("/stop_profile", stop_profile),
-        ]
-    )
+    app.add_routes(_routes())
     return app
+
+
+def _routes() -> list[web.RouteDef]:
+    return [
+        web.post("/v1/completions", create_completion),
+        web.post("/v1/chat/completions", create_chat_completion),
+        web.post("/tokenize", tokenize),
+        web.post("/detokenize", detokenize),
+        web.get("/v1/models", list_models),
+        # Names such as `org/model` hold slashes.
+        web.get("/v1/models/{name:.+}", show_model),
+        web.get("/health", show_health),
+        web.get("/version", show_version),
+        web.get("/metrics", show_metrics),
+        web.post("/start_profile", start_profile),
+        web.post("/stop_profile", stop_profile),
+    ]
