@@ -319,6 +319,16 @@ def test_large_scores(host_loader: HostLoader, soft_cap: float | None) -> None:
     check_output(run(attention, batch), batch)
 
 
+def test_scores_far_below_zero(host_loader: HostLoader) -> None:
+    batch = Batch(MIXED)
+    batch.q[...] = 40 * np.abs(batch.q)
+    batch.keys[...] = -np.abs(batch.keys)
+    for row in batch.history:
+        row[0] = -np.abs(row[0])
+    attention, _ = make_attention(host_loader, MIXED)
+    check_output(run(attention, batch), batch)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_decode_does_not_depend_on_the_batch(host_loader: HostLoader, window: int | None) -> None:
     case = replace(MIXED, window=window)
