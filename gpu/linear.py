@@ -42,12 +42,15 @@ class PackedLinear:
     """W [out_features, in_features] and its bias on the device.
 
     `weight[:out_features, :in_features]` is W; columns up to the next multiple of 8 are zeros.
+    Made by `pack`, so that a launch need not look at the arrays again.
     """
 
-    weight: Any  # T [out_features, in_features rounded up to 8], contiguous
+    weight: Any  # T [out_features, padded_in_features], contiguous
     bias: Any  # f32[out_features], zeros where there is none
+    dtype: str
     out_features: int
     in_features: int
+    padded_in_features: int
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +71,16 @@ def pack(
     if padded != in_features:
         rounded = np.pad(rounded, ((0, 0), (0, padded - in_features)))
     full_bias = np.zeros(out_features, np.float32) if bias is None else bias
+    device_weight = to_device(rounded)
+    info = array_info(device_weight)
+    check(info.is_contiguous and _begins_at_chunks(info), weight=device_weight)
     return PackedLinear(
-        to_device(rounded),
+        device_weight,
         to_device(np.ascontiguousarray(full_bias, np.float32)),
+        dtype,
         out_features,
         in_features,
+        padded,
     )
 
 
@@ -101,6 +109,11 @@ def workspace_size(num_sms: int, tiles: Mapping[int, LinearTile]) -> int:
     return MOST_SLICES * (num_sms // 2) * max(areas, default=0)
 
 
+def is_worth_splitting(ctas: int, slices: int, num_sms: int) -> bool:
+    """Whether a product of that many tiles leaves half of the SMs idle and has slices to share."""
+    return slices > 1 and 2 * ctas <= num_sms
+
+
 @dataclass(frozen=True, slots=True)
 class _Product:
     """The arguments of one call, checked."""
@@ -125,7 +138,7 @@ class _Product:
     @property
     def depth(self) -> int:
         """K as the kernels take it, padding included."""
-        return int(self.weight.weight.shape[1])
+        return self.weight.padded_in_features
 
     @property
     def slices(self) -> int:
@@ -189,21 +202,19 @@ class Linear:
             self._gemm(product, tile)
 
     def _checked(self, out: Any, x: Any, weight: PackedLinear, epilogue: Epilogue) -> _Product:
-        to, source, packed = array_info(out), array_info(x), array_info(weight.weight)
+        to, source = array_info(out), array_info(x)
         mode = Mode(epilogue, to.dtype)
         if mode not in self._modes:
             raise ValueError(f"{mode} was not declared; there are {sorted(map(str, self._modes))}")
+        columns, odd = divmod(weight.out_features, mode.halves)
         check(
             _has_rows(to)
             and _has_rows(source)
-            and source.dtype == packed.dtype == self.dtype
-            and packed.is_contiguous
+            and source.dtype == weight.dtype == self.dtype
             and _begins_at_chunks(source)
-            and _begins_at_chunks(packed)
-            and source.shape[1] == packed.shape[1]
-            and packed.shape[0] == weight.out_features
-            and weight.out_features % mode.halves == 0
-            and to.shape == (source.shape[0], weight.out_features // mode.halves),
+            and source.shape[1] == weight.padded_in_features
+            and to.shape == (source.shape[0], columns)
+            and not odd,
             out=out,
             x=x,
             weight=weight.weight,
@@ -233,12 +244,8 @@ class Linear:
     def _gemm(self, product: _Product, tile: GemmTile) -> None:
         width = workspace_width(product.weight.out_features, product.mode)
         ctas = -(-product.rows // tile.rows) * -(-width // tile.columns)
-        split = (
-            product.slices > 1
-            and 2 * ctas <= self._num_sms
-            and product.slices * product.rows * width <= self._workspace_size
-        )
-        if split:
+        fits = product.slices * product.rows * width <= self._workspace_size
+        if fits and is_worth_splitting(ctas, product.slices, self._num_sms):
             self._split_gemm(product, tile, ctas)
             return
         kernel = self._kernels[KernelKey("gemm", product.mode, tile)]
