@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rawpaged.errors import BackendError
-from rawpaged.gpu.module import Loader
+from rawpaged.gpu.module import Function, Loader
 from rawpaged.gpu.profiler import CudaProfiler
 from rawpaged.tracing import RangeSink
 
@@ -42,6 +42,10 @@ class Device(Protocol):
     @property
     def stream(self) -> Any:
         """The stream's address for launches that take one; 0 on the host."""
+        ...
+
+    def jit(self, kernel: Callable[..., None]) -> Function:
+        """A kernel of gpu/numba_kernels.py, in order with the loader's."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
@@ -98,6 +102,11 @@ class CudaDevice:
     @property
     def stream(self) -> Any:
         return self._stream.ptr
+
+    def jit(self, kernel: Callable[..., None]) -> Function:
+        from rawpaged.gpu.numba_launch import NumbaFunction
+
+        return NumbaFunction(kernel, self._stream.ptr)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         with self._device, self._stream:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Read once, when Numba is imported: its CUDA kernels run in its simulator. On a machine with a
+# GPU, NUMBA_ENABLE_CUDASIM=0 runs them there.
+os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
 from rawpaged.backend import Backend
 from rawpaged.devices import open_backend

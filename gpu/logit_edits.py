@@ -1,0 +1,83 @@
+"""Changes to logits before sampling: biases, penalties and grammars' masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.backend import LogitEdits
+from rawpaged.gpu import grids
+from rawpaged.gpu.arrays import array_info, check
+from rawpaged.gpu.device import Device
+from rawpaged.gpu.numba_kernels import make_edit_logits, make_mask_logits
+
+_ALIGNMENT = 16
+
+
+class EditLogits:
+    """Applies rawpaged.backend.LogitEdits."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kernel = device.jit(make_edit_logits())
+
+    def __call__(self, logits: Any, edits: LogitEdits) -> None:
+        """Change logits f32[num_rows, vocab_size] in place; the edits come from the host."""
+        info = array_info(logits)
+        check(
+            info.dtype == "float32"
+            and len(info.shape) == 2
+            and edits.repetition_penalty.shape == info.shape[:1],
+            logits=logits,
+            repetition_penalty=edits.repetition_penalty,
+        )
+        if len(edits.rows) > 0:
+            arrays = [getattr(edits, field.name) for field in fields(edits)]
+            grid, block = grids.elements(len(edits.rows))
+            self._kernel(grid, block, (logits, *upload_together(self._device, arrays)))
+
+
+class MaskLogits:
+    """Forbids the tokens that a grammar does not allow."""
+
+    def __init__(self, device: Device) -> None:
+        self._kernel = device.jit(make_mask_logits())
+
+    def __call__(self, logits: Any, masks: Any, rows: Any) -> None:
+        """logits f32[num_rows, vocab_size], row rows[j], = -inf where masks[j] has bit 0.
+
+        masks i32[m, ceil(vocab_size / 32)]: token i has bit i % 32 of word i // 32, 1 allows it.
+        rows i32[m], each once.
+        """
+        info, words, picked = array_info(logits), array_info(masks), array_info(rows)
+        check(
+            info.dtype == "float32"
+            and len(info.shape) == 2
+            and (words.dtype, picked.dtype) == ("int32", "int32")
+            and words.shape == (*picked.shape, -(-info.shape[1] // 32)),
+            logits=logits,
+            masks=masks,
+            rows=rows,
+        )
+        if 0 not in words.shape:
+            grid, block = grids.rows(words.shape[0], info.shape[1])
+            self._kernel(grid, block, (logits, masks, rows))
+
+
+def upload_together(device: Device, arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
+    """The arrays on the device, brought there by one copy."""
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    packed = np.zeros(starts[-1], np.uint8)
+    for array, start in zip(arrays, starts, strict=False):
+        packed[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+    on_device = device.upload(packed)
+    return [
+        on_device[start : start + array.nbytes].view(array.dtype)
+        for array, start in zip(arrays, starts, strict=False)
+    ]
