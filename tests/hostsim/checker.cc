@@ -53,6 +53,12 @@ std::vector<Span> spans;
 Shadow* shared_shadows;
 uint64_t num_accesses;  // of the running block
 
+// Zeros, which cost memory only where they are written.
+Shadow* new_shadows(size_t count) {
+  return (Shadow*)mmap(nullptr, count * sizeof(Shadow), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+
 const char* verb(Access access) {
   switch (access) {
     case Access::read:
@@ -230,9 +236,7 @@ void check_atomic(void* address, size_t size, Site site) {
 void begin_checks() {
   begin_fences();
   begin_traffic();
-  if (!shared_shadows)
-    shared_shadows = (Shadow*)mmap(nullptr, kArenaBytes * sizeof(Shadow), PROT_READ | PROT_WRITE,
-                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (!shared_shadows) shared_shadows = new_shadows(kArenaBytes);
   // Numbers of blocks start anew in each launch.
   madvise(shared_shadows, kArenaBytes * sizeof(Shadow), MADV_DONTNEED);
   std::vector<Region> regions(launch.regions, launch.regions + launch.num_regions);
@@ -241,7 +245,7 @@ void begin_checks() {
   bool writable = false;
   uintptr_t start = 0, end = 0;
   const auto close_span = [&] {
-    if (writable) spans.push_back({start, end, (Shadow*)calloc(end - start, sizeof(Shadow))});
+    if (writable) spans.push_back({start, end, new_shadows(end - start)});
   };
   for (const Region& region : regions) {
     if (region.size == 0) continue;
@@ -268,7 +272,7 @@ void end_block_checks() {
 }
 
 void end_checks() {
-  for (const Span& span : spans) free(span.shadows);
+  for (const Span& span : spans) munmap(span.shadows, (span.end - span.start) * sizeof(Shadow));
   spans.clear();
 }
 

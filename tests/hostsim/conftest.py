@@ -15,6 +15,11 @@ ORDERS: tuple[tuple[Order, int], ...] = (("forward", 0), ("reverse", 0), ("rando
 @pytest.fixture(scope="session")
 def cuda_wheels() -> CudaWheels:
     """The CUDA wheels. Where they or g++ are missing, tests are skipped, but fail under CI."""
+    return wheels_or_skip()
+
+
+def wheels_or_skip() -> CudaWheels:
+    """What the fixture `cuda_wheels` gives or raises."""
     try:
         find_compiler()
         return find_cuda_wheels()

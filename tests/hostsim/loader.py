@@ -147,9 +147,7 @@ class HostFunction:
             known = self._counts.get(name, KernelTraffic(0, ()))
             self._counts[name] = known + KernelTraffic(1, tuple(lines))
 
-    def _check_size(
-        self, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int
-    ) -> None:
+    def _check_size(self, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int) -> None:
         name = self._signature.name
         for what, dims, limits in (("grid", grid, _MAX_GRID), ("block", block, _MAX_BLOCK)):
             fits = all(0 < dim <= limit for dim, limit in zip(dims, limits, strict=False))
@@ -191,9 +189,7 @@ def _region(parameter: Parameter, array: np.ndarray[Any, Any]) -> Region:
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    return Region(
-        start, owner.ctypes.data, size, parameter.name.encode(), parameter.is_written
-    )
+    return Region(start, owner.ctypes.data, size, parameter.name.encode(), parameter.is_written)
 
 
 class HostLoader:

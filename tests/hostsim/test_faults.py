@@ -115,9 +115,7 @@ def test_there_are_faults_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("kernel", FAULTS)
-def test_a_fault_is_reported_at_its_line(
-    kernel: str, functions: dict[str, Function]
-) -> None:
+def test_a_fault_is_reported_at_its_line(kernel: str, functions: dict[str, Function]) -> None:
     with pytest.raises(HostSimError) as caught:
         launch(functions[kernel], kernel)
     assert (caught.value.kind, caught.value.line) in FAULTS[kernel], str(caught.value)

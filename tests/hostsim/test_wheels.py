@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
 
 from tests.hostsim import wheels
+from tests.hostsim.conftest import wheels_or_skip
 from tests.hostsim.wheels import CudaWheels, MissingToolError, find_compiler, find_cuda_wheels
 
 
@@ -48,9 +50,7 @@ def test_the_newest_version_is_taken(packages: Path) -> None:
         found.tool("cuobjdump")
 
 
-def test_compilers_that_are_absent_or_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilers_that_are_absent_or_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(MissingToolError, match="no-such-compiler is not installed; install g"):
         find_compiler()
@@ -60,6 +60,23 @@ def test_compilers_that_are_absent_or_old(
     monkeypatch.setenv("CXX", str(old))
     with pytest.raises(MissingToolError, match=r"version 9\.4\.0; install g\+\+ 10 or newer"):
         find_compiler()
+
+
+def test_other_machines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(MissingToolError, match="x86_64, not on riscv64"):
+        find_compiler()
+
+
+def test_missing_tools_skip_tests_but_fail_them_under_ci(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="gpusim"):
+        wheels_or_skip()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="gpusim"):
+        wheels_or_skip()
 
 
 @pytest.mark.gpusim

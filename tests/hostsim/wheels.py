@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -50,9 +51,7 @@ def find_cuda_wheels() -> CudaWheels:
         raise MissingToolError(f"no CUDA wheels in this environment; {INSTALL_HINT}")
     wheels = CudaWheels(roots[-1])
     missing = [
-        package
-        for header, package in _HEADERS.items()
-        if not (wheels.include[0] / header).exists()
+        package for header, package in _HEADERS.items() if not (wheels.include[0] / header).exists()
     ]
     if missing:
         raise MissingToolError(f"{', '.join(missing)}: not installed; {INSTALL_HINT}")
@@ -66,7 +65,12 @@ def _nvidia_folders() -> list[Path]:
 
 
 def find_compiler() -> str:
-    """$CXX or g++, of version 10 or newer; raises MissingToolError."""
+    """$CXX or g++, of version 10 or newer, on a machine that the runtime is written for.
+
+    Raises MissingToolError.
+    """
+    if platform.machine() != "x86_64":
+        raise MissingToolError(f"the simulator runs on x86_64, not on {platform.machine()}")
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         raise MissingToolError(f"{compiler} is not installed; {COMPILER_HINT}")
