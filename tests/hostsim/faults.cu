@@ -117,6 +117,13 @@ extern "C" __global__ void read_a_copy_in_flight(const float* x, float* y) {
   y[threadIdx.x] = s[4 * threadIdx.x];  // fault: cp-async
 }
 
+extern "C" __global__ void wait_for_a_copy_never_committed(const float* x, float* y) {
+  SHARED(float, s, [256]);
+  cp_async16(s + 4 * threadIdx.x, x + 4 * threadIdx.x, true);
+  cp_async_wait<0>();
+  y[threadIdx.x] = s[4 * threadIdx.x];  // fault: cp-async
+}
+
 extern "C" __global__ void read_others_copies_without_barrier(const float* x, float* y) {
   SHARED(float, s, [256]);
   cp_async16(s + 4 * threadIdx.x, x + 4 * threadIdx.x, true);

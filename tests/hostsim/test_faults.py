@@ -46,6 +46,7 @@ CASES = {
     "sync_half_a_warp": Case(threads=32),
     "take_a_shuffle_for_a_barrier": Case(threads=32),
     "read_a_copy_in_flight": Case(arrays={"x": zeros(256)}),
+    "wait_for_a_copy_never_committed": Case(arrays={"x": zeros(256)}),
     "read_others_copies_without_barrier": Case(arrays={"x": zeros(256)}),
     "write_under_a_copy": Case(arrays={"x": zeros(256)}),
     "change_the_source_of_a_copy": Case(arrays={"x": zeros(256)}),
