@@ -54,7 +54,7 @@ KDEV void load_words(unsigned* words, const void* from) {
 }
 
 // How LANES lanes share a row of HD elements: WIDE side by side each (16 bytes where the row is
-// long enough), that FULL times, then REST_WIDE each. `dim` says which element a lane's e-th is.
+// long enough), that FULL times, then REST_WIDE each.
 template <typename C, int HD, int LANES>
 struct LaneShare {
   static constexpr int MOST = 16 / sizeof(C);
@@ -66,9 +66,20 @@ struct LaneShare {
   static constexpr int WORDS = FULL * WIDE_WORDS + (REST_WIDE * sizeof(C) + 3) / 4;
   static_assert(REST == 0 || REST == 16 || REST == 32, "head size not supported");
 
+  // Which element of the row is a lane's e-th, and the other way round.
   KDEV static int dim(int e, int lane) {
     return e < FULL * WIDE ? e / WIDE * CHUNK + lane * WIDE + e % WIDE
                            : FULL * CHUNK + lane * REST_WIDE + e - FULL * WIDE;
+  }
+  KDEV static int lane_of(int dim) {
+    if constexpr (REST != 0)
+      if (dim >= FULL * CHUNK) return (dim - FULL * CHUNK) / REST_WIDE;
+    return dim % CHUNK / WIDE;
+  }
+  KDEV static int element_of(int dim) {
+    if constexpr (REST != 0)
+      if (dim >= FULL * CHUNK) return FULL * WIDE + (dim - FULL * CHUNK) % REST_WIDE;
+    return dim / CHUNK * WIDE + dim % WIDE;
   }
 
   // Zeros unless `visible`; then `row` is not read.

@@ -193,6 +193,10 @@ KDEV void load_queries(unsigned (&queries)[TILES][HD / 16][2], const T* q, int n
     }
 }
 
+// Where the e-th element of lane group g's share of a row lies in shared memory, so that neither
+// the fragments that are written nor the rows that are read meet in a bank.
+KDEV int shared_column(int e, int g) { return 8 * e + ((g + e + e / 8 * 2) & 7); }
+
 template <typename C, int HD, int TILES>
 KDEV void store_warp(DecodeState<HD, TILES>& state, float (*s_out)[HD + 4], float* s_top,
                      float* s_sum) {
@@ -211,8 +215,8 @@ KDEV void store_warp(DecodeState<HD, TILES>& state, float (*s_out)[HD + 4], floa
       }
 #pragma unroll
       for (int j = 0; j < HD / 16; ++j) {
-        s_out[head][LaneShare<C, HD, 8>::dim(2 * j, g)] = state.acc[n][j][i];
-        s_out[head][LaneShare<C, HD, 8>::dim(2 * j + 1, g)] = state.acc[n][j][i + 2];
+        s_out[head][shared_column(2 * j, g)] = state.acc[n][j][i];
+        s_out[head][shared_column(2 * j + 1, g)] = state.acc[n][j][i + 2];
       }
     }
 }
@@ -262,7 +266,9 @@ KDEV void paged_decode(T* out, float* partial_out, float* partial_top, float* pa
 
     const bool whole = first_key >= partition * partition_tokens && end == seq_len;
     for (int i = threadIdx.x; i < tile_heads * HD; i += THREADS) {
+      typedef LaneShare<C, HD, 8> Share;
       const int h = i / HD, d = i % HD;
+      const int column = shared_column(Share::element_of(d), Share::lane_of(d));
       float top = s_top[0][h], sum = 0.f, value = 0.f;
 #pragma unroll
       for (int w = 1; w < DECODE_WARPS; ++w) top = fmaxf(top, s_top[w][h]);
@@ -270,7 +276,7 @@ KDEV void paged_decode(T* out, float* partial_out, float* partial_top, float* pa
       for (int w = 0; w < DECODE_WARPS; ++w) {
         const float factor = ex2(s_top[w][h] - top);
         sum += factor * s_sum[w][h];
-        value += factor * s_out[w][h][d];
+        value += factor * s_out[w][h][column];
       }
       if (whole) {
         const float sink = has_sinks ? sinks[head + h] : 0.f;
@@ -332,8 +338,8 @@ KDEV void paged_reduce(T* out, const float* partial_out, const float* partial_to
 #pragma unroll
   for (int i = 0; i < QUADS; ++i)
     if (lane + 32 * i < HD / 4)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) s_out[warp][4 * (lane + 32 * i) + k] = acc[i][k];
+      *(float4*)&s_out[warp][4 * (lane + 32 * i)] =
+          make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
   if (lane == 0) s_sum[warp] = sum;
   __syncthreads();
 

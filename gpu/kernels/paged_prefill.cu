@@ -67,15 +67,16 @@ struct KeyTiles {
       for (int i = threadIdx.x; i < KEYS * CHUNKS; i += PREFILL_THREADS) {
         const Vec16 from = *(const Vec16*)(bytes + 16 * i);
         Vec16* to = (Vec16*)(tile + i / CHUNKS * LD + i % CHUNKS * IN_CHUNK);
+        const int odd = i % CHUNKS / 4 % 2;  // these lanes begin with the other half: other banks
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int step = 0; step < 2; ++step) {
           Vec16 wide;
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            const unsigned word = from.u[2 * half + k / 2];
+            const unsigned word = step == odd ? from.u[k / 2] : from.u[2 + k / 2];
             wide.u[k] = widen2<T>(k % 2 ? word >> 16 : word, (const C*)0);
           }
-          to[half] = wide;
+          to[step ^ odd] = wide;
         }
       }
   }

@@ -468,3 +468,42 @@ def test_arguments_that_do_not_fit_are_refused(
     }
     with pytest.raises(ValueError, match=message):
         attention(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "window", "visible"), [("bfloat16", None, 700), ("fp8_e4m3", 100, 200)]
+)
+def test_decode_reads_each_visible_key_once_in_whole_sectors(
+    cuda_wheels: object, cache_dtype: str, window: int | None, visible: int
+) -> None:
+    lengths = ((1, 500), (1, 200))
+    case = AttentionCase(
+        "", lengths, num_heads=8, num_kv_heads=2, head_dim=128, block_size=16, window=window
+    )
+    extras = Extras(cache_dtype=cache_dtype)
+    loader = HostLoader(profile=True)
+    attention, _ = make_attention(loader, case, extras, partition_tokens=256)
+    run(attention, Batch(case, extras))
+    traffic = next(
+        counts for name, counts in loader.take_traffic().items() if name.startswith("paged_decode")
+    )
+    least = visible * 2 * 128 * attention.cache_type.itemsize
+    for array in ("keys", "values"):
+        assert traffic.array_bytes(array) == least
+        lines = [line for line in traffic.lines if line.array == array and line.cost > 1000]
+        assert sum(line.cost for line in lines) == least // 32
+    assert traffic.wavefronts == traffic.ideal_wavefronts
+
+
+def test_prefill_reads_keys_once_a_tile_and_meets_no_bank_conflicts(cuda_wheels: object) -> None:
+    # 64 queries of 2 heads are a tile of 128 rows, which sees 164 and reads no others.
+    case = AttentionCase("", ((64, 164),), num_heads=4, num_kv_heads=2, head_dim=128)
+    loader = HostLoader(profile=True)
+    attention, _ = make_attention(loader, case)
+    run(attention, Batch(case))
+    (traffic,) = loader.take_traffic().values()
+    for array in ("keys", "values"):
+        assert traffic.array_bytes(array) == 164 * 2 * 128 * 2
+    assert traffic.array_bytes("out", write=True) == 64 * 4 * 128 * 2
+    assert traffic.sectors == traffic.ideal_sectors
+    assert traffic.wavefronts == traffic.ideal_wavefronts
