@@ -40,6 +40,8 @@ class Device(Protocol):
         ...
 
     @property
+    def num_multiprocessors(self) -> int: ...
+    @property
     def stream(self) -> Any:
         """The stream's address for launches that take one; 0 on the host."""
         ...
@@ -98,6 +100,10 @@ class CudaDevice:
     @property
     def compute_capability(self) -> int:
         return int(self._device.compute_capability)
+
+    @property
+    def num_multiprocessors(self) -> int:
+        return int(self._device.attributes["MultiProcessorCount"])
 
     @property
     def stream(self) -> Any:

@@ -79,6 +79,23 @@ class AttentionPlan:
     """How the backend splits attention over its processors."""
 
 
+class StaticPlan(Protocol):
+    """A plan for steps of one token a request whose arrays keep their place, for graphs."""
+
+    @property
+    def plan(self) -> AttentionPlan: ...
+    def fill(self, meta: BatchMeta) -> bool:
+        """Put a batch of as many requests or fewer in; the rest of the rows do nothing.
+
+        False if its keys are more than the plan's workspace holds: then nothing has changed.
+        """
+        ...
+
+
+StaticPlans = Callable[[int], StaticPlan]
+"""Makes a static plan for so many requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
     """Sparse changes to logits before sampling, one entry a (row, token), each pair once.
@@ -179,6 +196,13 @@ class Backend(Protocol):
     def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
         """Index arrays and work split for one step, used by all layers."""
         ...
+
+    def static_plans(
+        self, *, num_heads: int, num_kv_heads: int, max_model_len: int
+    ) -> StaticPlans | None:
+        """For decode steps as captured graphs; None where they would gain nothing."""
+        ...
+
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         """A callable that repeats the ops that `forward` calls over the same arrays."""
         ...

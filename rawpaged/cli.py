@@ -122,6 +122,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "block_size": {"type": int, "help": "tokens in a KV block"},
         "num_gpu_blocks_override": {"type": int, "help": "number of KV blocks, on any device"},
         "kv_cache_memory_bytes": {"type": byte_size, "help": "memory of the KV pool, say 4GiB"},
+        "gpu_memory_utilization": {"type": float, "help": "share of a GPU's memory to use in all"},
+        "enforce_eager": {
+            "action": argparse.BooleanOptionalAction,
+            "help": "decode on a GPU without CUDA graphs",
+        },
         "max_num_seqs": {"type": int, "help": "most requests in a step"},
         "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
         "enable_prefix_caching": {"action": argparse.BooleanOptionalAction},

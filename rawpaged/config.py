@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from rawpaged.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
+DEVICE_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16")}
+"""Types of weights that a device's kernels take."""
 
 _STRINGS = ("model", "device", "dtype", "load_format")
 _OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision")
@@ -39,7 +41,8 @@ class EngineConfig:
     """Branch, tag or commit of a hub id."""
     device: str = "cpu"
     dtype: str = "auto"
-    """Type of weights and KV cache in memory; arithmetic is float32 on the CPU backend."""
+    """Type of weights and KV cache: bfloat16 or float32 on a CPU, whose arithmetic is float32;
+    bfloat16 or float16 on a GPU, which sums in float32."""
     load_format: str = "auto"
     max_model_len: int | None = None
     """Longest request in tokens, prompt and output; None: what the model and the pool allow."""
@@ -48,6 +51,10 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks (vLLM's name; it counts blocks of whichever device is used)."""
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, workspace and KV pool together."""
+    enforce_eager: bool = False
+    """No CUDA graphs for decode steps. CPU steps are eager in any case."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     max_num_batched_tokens: int = 512
@@ -86,6 +93,25 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value} must not be negative")
         if not self.model:
             raise ConfigError("model is empty")
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """What one device has and the other has not."""
+        if self.dtype != "auto" and self.dtype not in DEVICE_DTYPES[self.device]:
+            raise ConfigError(
+                f"dtype={self.dtype!r} is not one of {', '.join(DEVICE_DTYPES[self.device])}, "
+                f"which device={self.device!r} computes with"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]"
+            )
+        if self.device == "cpu" and self.gpu_memory_utilization != 0.9:
+            raise ConfigError(
+                "gpu_memory_utilization is for device='cuda'; give kv_cache_memory_bytes"
+            )
+        if self.device == "cuda" and self.num_threads is not None:
+            raise ConfigError("num_threads is for device='cpu'")
 
     def _check_types(self) -> None:
         for names, kinds, words in (
@@ -93,7 +119,8 @@ class EngineConfig:
             (_OPTIONAL_STRINGS, (str, type(None)), "a string or None"),
             (_INTEGERS, (int,), "an integer"),
             (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
-            (("enable_prefix_caching",), (bool,), "true or false"),
+            (("enable_prefix_caching", "enforce_eager"), (bool,), "true or false"),
+            (("gpu_memory_utilization",), (int, float), "a number"),
         ):
             for name in names:
                 value = getattr(self, name)

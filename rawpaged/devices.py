@@ -7,12 +7,19 @@ from rawpaged.errors import ConfigError
 
 
 def open_backend(device: str, *, dtype: str, num_threads: int | None = None) -> Backend:
-    """The backend of `device` for weights of `dtype` ("bfloat16" or "float32").
+    """The backend of `device` for weights of `dtype`; num_threads is the CPU's.
 
-    The caller owns it and calls `close()`.
+    The caller owns it and calls `close()`. Raises BackendError when the device is not there.
     """
     if device == "cpu":
         from rawpaged.cpu.backend import CpuBackend
 
         return CpuBackend(dtype=dtype, num_threads=num_threads)
-    raise ConfigError(f"device={device!r} is not supported; this version has: cpu")
+    if device == "cuda":
+        from rawpaged.gpu.device import CudaDevice
+
+        opened = CudaDevice()  # fails where there is no GPU, before kernels are looked at
+        from rawpaged.gpu.backend import CudaBackend
+
+        return CudaBackend(opened, dtype=dtype)
+    raise ConfigError(f"device={device!r} is not one of cpu, cuda")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,15 +194,18 @@ def test_every_flag_reaches_the_configuration() -> None:
         "num_gpu_blocks_override": 12, "kv_cache_memory_bytes": 13, "max_num_seqs": 14,
         "max_num_batched_tokens": 15, "max_logprobs": 16, "num_threads": 17, "seed": 18,
     }  # fmt: skip
-    assert {*values, "enable_prefix_caching"} == {field.name for field in fields(EngineConfig)}
-    arguments = ["m", "--no-enable-prefix-caching"]
+    switches = {"enable_prefix_caching", "enforce_eager"}
+    others = {"gpu_memory_utilization"}  # refused on a CPU, see test_memory_plan.py
+    assert {*values, *switches, *others} == {field.name for field in fields(EngineConfig)}
+    arguments = ["m", "--no-enable-prefix-caching", "--enforce-eager"]
     for name, value in list(values.items())[1:]:
         arguments += ["--" + name.replace("_", "-"), str(value)]
     for command in COMMANDS:
         rest = ["hello"] if command == "generate" else []
         args = cli._parser().parse_args([command, *arguments, *rest])
         config = cli._engine_config(args)
-        assert config == EngineConfig(**values, enable_prefix_caching=False)  # type: ignore[arg-type]
+        expected: dict[str, Any] = {**values, "enable_prefix_caching": False, "enforce_eager": True}
+        assert config == EngineConfig(**expected)
 
 
 def test_flags_default_to_those_of_the_configuration() -> None:

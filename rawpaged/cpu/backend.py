@@ -15,6 +15,7 @@ from rawpaged.backend import (
     LinearWeight,
     LogitEdits,
     SamplingRows,
+    StaticPlans,
     TokenLogprobRows,
 )
 from rawpaged.cpu import kv_cache
@@ -110,6 +111,11 @@ class CpuBackend:
             num_tokens=len(meta.token_ids),
             work=work,
         )
+
+    def static_plans(
+        self, *, num_heads: int, num_kv_heads: int, max_model_len: int
+    ) -> StaticPlans | None:
+        return None
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return forward

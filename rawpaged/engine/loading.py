@@ -77,6 +77,8 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=plan.max_model_len,
+            enforce_eager=config.enforce_eager,
+            progress=True,
         )
         started = time.monotonic()
         warm_up(runner)

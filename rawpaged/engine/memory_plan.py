@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawpaged.backend import Backend
-from rawpaged.config import EngineConfig, SchedulerConfig
+from rawpaged.config import DEVICE_DTYPES, EngineConfig, SchedulerConfig
 from rawpaged.errors import BackendError, ConfigError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.llama import workspace_bytes
 
 KV_SHARE = 0.25
-"""Share of the available memory that the pool takes at most when nothing is said."""
+"""Share of a CPU's available memory that the pool takes at most when nothing is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class MemoryPlan:
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    """"auto": float32 for float32 checkpoints, bfloat16 for all others."""
+    """"auto": the checkpoint's own type where the device computes with it, else bfloat16."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if model.dtype == "float32" else "bfloat16"
+    return model.dtype if model.dtype in DEVICE_DTYPES[config.device] else "bfloat16"
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> MemoryPlan:
@@ -90,7 +90,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> Mem
             f"max_model_len={wanted_len} is more than the model's "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
-    weights = model.num_parameters * (2 if backend.dtype == "bfloat16" else 4)
+    weights = model.num_parameters * (4 if backend.dtype == "float32" else 2)
     workspace = workspace_bytes(model, backend, config.max_num_batched_tokens, config.max_num_seqs)
     num_blocks = _num_blocks(
         config, backend, bytes_per_block, wanted_len, taken=weights + workspace
@@ -156,8 +156,11 @@ def _num_blocks(
                 f"one takes {bytes_per_block} bytes"
             )
         return num_blocks
-    available, _ = backend.memory_info()
-    share = int(KV_SHARE * (available - taken))
+    available, total = backend.memory_info()
+    if config.device == "cpu":
+        share = int(KV_SHARE * (available - taken))
+    else:
+        share = int(config.gpu_memory_utilization * total) - (total - available) - taken
     useful = config.max_num_seqs * -(-wanted_len // config.block_size)
     num_blocks = min(share // bytes_per_block, useful)
     if num_blocks < 1:

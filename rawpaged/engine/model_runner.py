@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from rawpaged.backend import AttentionPlan, Backend, BatchMeta
+from rawpaged.backend import Backend, BatchMeta
+from rawpaged.engine.decode_graphs import DecodeGraphs, is_decode
 from rawpaged.engine.input_batch import make_batch
 from rawpaged.engine.sampler import (
     PositionLogprobs,
@@ -47,6 +49,8 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
+        enforce_eager: bool = False,
+        progress: bool = False,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -67,6 +71,23 @@ class ModelRunner:
             backend.new_kv_cache(num_blocks, config.num_kv_heads, config.head_dim, block_size)
             for _ in range(config.num_layers)
         ]
+        plans = None
+        if not enforce_eager:
+            plans = backend.static_plans(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                max_model_len=max_model_len,
+            )
+        self._graphs: DecodeGraphs | None = None
+        if plans is not None:
+            self._graphs = DecodeGraphs(
+                self.model,
+                plans,
+                self.kv_caches,
+                capture=backend.capture,
+                most_reqs=min(max_num_seqs, max_num_batched_tokens),
+                progress=progress,
+            )
 
     def set_tracer(self, tracer: Tracer) -> None:
         """Tell of phases, layers and ops to `tracer`; ops are wrapped only while it is on."""
@@ -76,29 +97,35 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
         """Compute KV of all scheduled tokens and a token for each request that samples."""
+        meta = make_batch(output, self.block_size)
+        sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
+        if self._graphs is not None and is_decode(meta):
+            with self._tracer.phase("graph"):
+                logits = self._graphs.run(meta)
+            if logits is not None:
+                return StepResult(self._sample(logits, sampling), {})
         with self._tracer.phase("plan"):
-            meta = make_batch(output, self.block_size)
             plan = self._ops.plan(
                 meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
             )
         with self._tracer.phase("forward"):
             self.model.forward(plan, self.kv_caches)
         prompt_logprobs = self._prompt_logprobs(output, meta, requests)
-        sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
-        sampled = self._sample(plan, sampling)
-        return StepResult(sampled, prompt_logprobs)
+        if not sampling:
+            return StepResult({}, prompt_logprobs)
+        with self._tracer.phase("logits"):
+            logits = self.model.compute_logits(plan.logits_rows)
+        return StepResult(self._sample(logits, sampling), prompt_logprobs)
 
     def close(self) -> None:
         """Drop the KV pool and the model, and close the backend."""
+        self._graphs = None
         self.kv_caches.clear()
         del self.model
         self.backend.close()
 
-    def _sample(self, plan: AttentionPlan, requests: list[Request]) -> dict[str, SampledToken]:
-        if not requests:
-            return {}
-        with self._tracer.phase("logits"):
-            logits = self.model.compute_logits(plan.logits_rows)
+    def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
+        """A token a request from its row of logits."""
         with self._tracer.phase("sample"):
             tokens = sample(self._ops, logits, requests)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}

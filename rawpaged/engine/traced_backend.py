@@ -16,6 +16,7 @@ from rawpaged.backend import (
     LinearWeight,
     LogitEdits,
     SamplingRows,
+    StaticPlans,
     TokenLogprobRows,
 )
 from rawpaged.tracing import RangeSink, Tracer
@@ -87,6 +88,13 @@ class TracedBackend:
 
     def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
         return self._inner.plan(meta, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def static_plans(
+        self, *, num_heads: int, num_kv_heads: int, max_model_len: int
+    ) -> StaticPlans | None:
+        return self._inner.static_plans(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, max_model_len=max_model_len
+        )
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self._inner.capture(forward)

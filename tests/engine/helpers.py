@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rawpaged.backend import AttentionPlan
 from rawpaged.config import SchedulerConfig
 from rawpaged.devices import open_backend
 from rawpaged.engine.engine import Engine
@@ -49,12 +48,11 @@ class RecordingRunner(ModelRunner):
             cache.keys[...] = poison
             cache.values[...] = poison
 
-    def _sample(self, plan: AttentionPlan, requests: list[Request]) -> dict[str, SampledToken]:
-        if requests:
-            logits = self.model.compute_logits(plan.logits_rows)
-            for request, row in zip(requests, logits, strict=True):
-                self.logits[request.request_id].append(row.tobytes())
-        return super()._sample(plan, requests)
+    def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
+        rows = self.backend.download(logits)
+        for request, row in zip(requests, rows, strict=True):
+            self.logits[request.request_id].append(row.tobytes())
+        return super()._sample(logits, requests)
 
 
 def tiny_engine(

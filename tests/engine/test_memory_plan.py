@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rawpaged.config import EngineConfig
 from rawpaged.cpu.backend import CpuBackend
 from rawpaged.engine import memory_plan
 from rawpaged.engine.memory_plan import MemoryPlan, check_memory, make_plan, resolve_dtype
@@ -168,3 +170,20 @@ def test_float32_takes_twice_the_memory() -> None:
 )
 def test_size_in_words(num_bytes: int, text: str) -> None:
     assert memory_plan._size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"dtype": "float16"}, "dtype='float16' is not one of bfloat16, float32"),
+        ({"device": "cuda", "dtype": "float32"}, "dtype='float32' is not one of bfloat16, float16"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is for device='cuda'"),
+        ({"device": "cuda", "gpu_memory_utilization": 1.5}, "must be in"),
+        ({"device": "cuda", "gpu_memory_utilization": float("nan")}, "must be in"),
+        ({"device": "cuda", "num_threads": 2}, "num_threads is for device='cpu'"),
+    ],
+    ids=str,
+)
+def test_what_one_device_has_and_the_other_not(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        EngineConfig(model="m", **flags)

@@ -1,0 +1,303 @@
+"""A GPU as a backend: the ops of rawpaged.backend over launchers and a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.backend import (
+    AttentionPlan,
+    BatchMeta,
+    KVCache,
+    LinearWeight,
+    LogitEdits,
+    SamplingRows,
+    StaticPlans,
+    TokenLogprobRows,
+)
+from rawpaged.errors import BackendError
+from rawpaged.gpu.activation import SiluAndMul
+from rawpaged.gpu.attention import PagedAttention, Workspace
+from rawpaged.gpu.device import Device
+from rawpaged.gpu.embedding import Embedding
+from rawpaged.gpu.gather import GatherRows
+from rawpaged.gpu.kv_cache import StoreKV, bytes_per_block, cache_shape, check_cache_shape
+from rawpaged.gpu.linear import Linear, PackedLinear, pack, workspace_size
+from rawpaged.gpu.linear_kernels import Epilogue, Mode
+from rawpaged.gpu.logit_edits import EditLogits
+from rawpaged.gpu.norm import RmsNorm
+from rawpaged.gpu.rope import Rope
+from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
+from rawpaged.gpu.static_plan import DecodePlan
+from rawpaged.gpu.tuned import linear_tiles
+from rawpaged.tracing import RangeSink
+
+_WORKSPACE_ITEMS = 1024
+"""Partitions of decode attention in flight; more are done in rounds."""
+
+
+class CudaBackend:
+    """Ops over arrays of one device (see rawpaged.backend.Backend).
+
+    dtype is "bfloat16" or "float16". Launchers are made when an op first meets a shape: kernels
+    are compiled then, which `engine/warm_up.py` brings about before the first request.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: Device, *, dtype: str) -> None:
+        if dtype not in ("bfloat16", "float16"):
+            raise BackendError(f"dtype={dtype!r}: the GPU kernels take bfloat16 or float16")
+        self.dtype = dtype
+        self.activation_dtype = dtype
+        self.device = device
+        self._norms: dict[int, RmsNorm] = {}
+        self._stores: dict[tuple[int, ...], StoreKV] = {}
+        self._attentions: dict[tuple[int, ...], PagedAttention] = {}
+        self._samplings: dict[int, Sampling] = {}
+        self._cache_shape: tuple[int, int] | None = None
+        self._linear = self._make_linear()
+        loader = device.loader
+        self._gather = GatherRows(loader)
+        self._embedding = Embedding(device)
+        self._rope = Rope(device)
+        self._silu_and_mul = SiluAndMul(device)
+        self._edit_logits = EditLogits(device)
+
+    # Memory
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self.device.empty(shape, dtype)
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        if array.dtype.kind in "iu":
+            return self.device.upload(array)
+        return self.device.upload(np.asarray(array, np.float32))
+
+    def download(self, array: Any) -> npt.NDArray[Any]:
+        return self.device.download(array)
+
+    def pack_linear(
+        self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
+    ) -> PackedLinear:
+        if weight.shape[1] % 8:
+            raise BackendError(f"in_features={weight.shape[1]} is not a multiple of 8")
+        return pack(weight, bias, dtype=self.dtype, to_device=self.device.upload)
+
+    def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+        check_cache_shape(head_dim, block_size)
+        return bytes_per_block(num_kv_heads, head_dim, block_size, self.dtype)
+
+    def new_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        check_cache_shape(head_dim, block_size)
+        self._cache_shape = (head_dim, block_size)
+        shape = cache_shape(num_blocks, num_kv_heads, head_dim, block_size)
+        return KVCache(
+            keys=self.device.empty(shape, self.dtype),
+            values=self.device.empty(shape, self.dtype),
+            block_size=block_size,
+        )
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.device.memory_info()
+
+    def close(self) -> None:
+        """Forget every launcher with its workspace; arrays of others live on."""
+        for kept in (self._norms, self._stores, self._attentions, self._samplings):
+            kept.clear()
+        del self._linear
+        self.device.close()
+
+    # Profiling
+
+    def start_profiler(self) -> RangeSink | None:
+        return self.device.profiler_start()
+
+    def stop_profiler(self) -> None:
+        self.device.profiler_stop()
+
+    # Execution
+
+    def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
+        work = self._attention(num_heads, num_kv_heads).plan(meta.query_start_loc, meta.seq_lens)
+        upload = self.device.upload
+        return AttentionPlan(
+            token_ids=upload(meta.token_ids),
+            positions=upload(meta.positions),
+            slot_mapping=upload(meta.slot_mapping),
+            query_start_loc=upload(meta.query_start_loc),
+            seq_lens=upload(meta.seq_lens),
+            block_tables=upload(meta.block_tables),
+            logits_rows=upload(meta.logits_rows),
+            num_tokens=len(meta.token_ids),
+            work=work.upload(upload),
+        )
+
+    def static_plans(
+        self, *, num_heads: int, num_kv_heads: int, max_model_len: int
+    ) -> StaticPlans | None:
+        attention = self._attention(num_heads, num_kv_heads)
+        partitions = -(-max_model_len // attention.partition_tokens)
+
+        def make(num_reqs: int) -> DecodePlan:
+            return DecodePlan(
+                self.device,
+                attention,
+                num_reqs=num_reqs,
+                max_blocks=-(-max_model_len // attention.block_size),
+                max_items=min(num_reqs * partitions, attention.max_items),
+            )
+
+        return make
+
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        return self.device.capture(forward)
+
+    # Ops
+
+    def embed(self, out: Any, token_ids: Any, table: LinearWeight) -> None:
+        packed = _packed(table)
+        self._embedding(out, token_ids, packed.weight)
+
+    def rms_norm(self, out: Any, x: Any, weight: Any, eps: float) -> None:
+        self._norm(x.shape[-1]).rms_norm(out, x, weight, eps)
+
+    def add_rms_norm(self, out: Any, x: Any, residual: Any, weight: Any, eps: float) -> None:
+        self._norm(x.shape[-1]).add_rms_norm(out, x, residual, weight, eps)
+
+    def linear(self, out: Any, x: Any, weight: LinearWeight) -> None:
+        self._linear(out, x, _packed(weight))
+
+    def rope(self, x: Any, positions: Any, cos_sin: Any) -> None:
+        self._rope(x, positions, cos_sin)
+
+    def store_kv(self, cache: KVCache, keys: Any, values: Any, slot_mapping: Any) -> None:
+        key = (*keys.shape[1:], cache.block_size)
+        if key not in self._stores:
+            self._stores[key] = StoreKV(
+                self.device.loader,
+                dtype=self.dtype,
+                cache_dtype=self.dtype,
+                num_kv_heads=keys.shape[1],
+                head_dim=keys.shape[2],
+                block_size=cache.block_size,
+            )
+        self._stores[key](cache.keys, cache.values, keys, values, slot_mapping)
+
+    def paged_attention(
+        self,
+        out: Any,
+        q: Any,
+        cache: KVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> None:
+        attention = self._attention(q.shape[1], cache.keys.shape[1])
+        attention(
+            out, q, cache.keys, cache.values, plan, scale=scale, sliding_window=sliding_window
+        )
+
+    def silu_and_mul(self, out: Any, gate_up: Any) -> None:
+        self._silu_and_mul(out, gate_up)
+
+    def gather_rows(self, out: Any, x: Any, rows: Any) -> None:
+        self._gather(out, x, rows)
+
+    def edit_logits(self, logits: Any, edits: LogitEdits) -> None:
+        self._edit_logits(logits, edits)
+
+    def sample(self, logits: Any, rows: SamplingRows) -> npt.NDArray[np.int32]:
+        upload = self.device.upload
+        on_device = DeviceSamplingRows(
+            temperature=upload(rows.temperature),
+            top_k=upload(rows.top_k),
+            top_p=upload(rows.top_p),
+            min_p=upload(rows.min_p),
+            seeds=upload(rows.seeds),
+            positions=upload(rows.positions),
+            sample_indices=upload(rows.sample_indices),
+        )
+        out = self.device.empty((logits.shape[0],), "int32")
+        self._sampling(logits.shape[1]).sample(out, logits, on_device)
+        return self.device.download(out)
+
+    def token_logprobs(
+        self, logits: Any, token_ids: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobRows:
+        n = logits.shape[0]
+        empty = self.device.empty
+        out = DeviceLogprobRows(
+            chosen=empty((n,), "float32"),
+            ranks=empty((n,), "int32"),
+            top_token_ids=empty((n, k), "int32"),
+            top_logprobs=empty((n, k), "float32"),
+        )
+        ids = self.device.upload(token_ids)
+        self._sampling(logits.shape[1]).token_logprobs(out, logits, ids)
+        download = self.device.download
+        return TokenLogprobRows(
+            chosen=download(out.chosen),
+            ranks=download(out.ranks),
+            top_token_ids=download(out.top_token_ids),
+            top_logprobs=download(out.top_logprobs),
+        )
+
+    def _make_linear(self) -> Linear:
+        device = self.device
+        tiles = linear_tiles(device.compute_capability)
+        size = workspace_size(device.num_multiprocessors, tiles)
+        return Linear(
+            device.loader,
+            dtype=self.dtype,
+            tiles=tiles,
+            modes=(Mode(Epilogue.STORE, self.dtype), Mode(Epilogue.STORE, "float32")),
+            num_sms=device.num_multiprocessors,
+            workspace=device.empty((max(size, 1),), "float32"),
+        )
+
+    def _norm(self, size: int) -> RmsNorm:
+        if size not in self._norms:
+            self._norms[size] = RmsNorm(self.device.loader, dtype=self.dtype, size=size)
+        return self._norms[size]
+
+    def _sampling(self, vocab_size: int) -> Sampling:
+        if vocab_size not in self._samplings:
+            self._samplings[vocab_size] = Sampling(self.device.loader, vocab_size=vocab_size)
+        return self._samplings[vocab_size]
+
+    def _attention(self, num_heads: int, num_kv_heads: int) -> PagedAttention:
+        assert self._cache_shape is not None, "new_kv_cache comes first"
+        head_dim, block_size = self._cache_shape
+        key = (num_heads, num_kv_heads, head_dim, block_size)
+        if key not in self._attentions:
+            empty = self.device.empty
+            self._attentions[key] = PagedAttention(
+                self.device.loader,
+                dtype=self.dtype,
+                cache_dtype=self.dtype,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                block_size=block_size,
+                workspace=Workspace.allocate(
+                    lambda shape, dtype: empty(shape, np.dtype(dtype).name),
+                    _WORKSPACE_ITEMS,
+                    num_heads,
+                    head_dim,
+                ),
+            )
+        return self._attentions[key]
+
+
+def _packed(weight: LinearWeight) -> PackedLinear:
+    """The weight as this backend packs it."""
+    if not isinstance(weight, PackedLinear):
+        raise TypeError(f"a {type(weight).__name__} was packed by another backend")
+    return weight

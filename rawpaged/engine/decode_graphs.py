@@ -1,0 +1,86 @@
+"""Decode steps as captured graphs: one for each batch bucket, replayed over static arrays.
+
+A step of one token a request launches some hundred kernels for little work each; a graph launches
+them as one. A batch is padded to the next bucket with rows that have no request.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rawpaged.backend import BatchMeta, KVCache, StaticPlan, StaticPlans
+from rawpaged.models.llama import Llama
+from rawpaged.progress import ProgressBar
+
+
+def graph_buckets(most: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, multiples of 8, and the largest batch there can be."""
+    return [bucket for bucket in (1, 2, 4, *range(8, most, 8)) if bucket < most] + [most]
+
+
+def is_decode(meta: BatchMeta) -> bool:
+    """Whether every request of the batch has one token and wants its logits."""
+    num_reqs = len(meta.seq_lens)
+    return len(meta.token_ids) == num_reqs == len(meta.logits_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    plan: StaticPlan
+    logits: Any  # f32[bucket, vocab_size]
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """Graphs of one model's decode step; they hold the plans' arrays and use the model's."""
+
+    def __init__(
+        self,
+        model: Llama,
+        plans: StaticPlans,
+        kv_caches: Sequence[KVCache],
+        *,
+        capture: Callable[[Callable[[], None]], Callable[[], None]],
+        most_reqs: int,
+        progress: bool,
+    ) -> None:
+        self._graphs: dict[int, _Graph] = {}
+        buckets = graph_buckets(most_reqs)
+        # The largest first, so that memory it needs serves the others too.
+        hidden = not (progress and sys.stderr.isatty())
+        for bucket in ProgressBar(buckets[::-1], desc="capturing decode graphs", disable=hidden):
+            self._graphs[bucket] = self._capture(model, plans(bucket), kv_caches, capture)
+
+    def run(self, meta: BatchMeta) -> Any:
+        """Logits f32[num_reqs, vocab_size] of a decode batch; valid until the next step.
+
+        None if the batch does not fit its graph: the step has to run without.
+        """
+        num_reqs = len(meta.seq_lens)
+        bucket = min(bucket for bucket in self._graphs if bucket >= num_reqs)
+        graph = self._graphs[bucket]
+        if not graph.plan.fill(meta):
+            return None
+        graph.replay()
+        return graph.logits[:num_reqs]
+
+    def _capture(
+        self,
+        model: Llama,
+        plan: StaticPlan,
+        kv_caches: Sequence[KVCache],
+        capture: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> _Graph:
+        kept: list[Any] = []
+
+        def step() -> None:
+            model.forward(plan.plan, kv_caches)
+            kept.append(model.compute_logits(plan.plan.logits_rows))
+
+        # Once for real: what an op makes when it first meets a shape must not be in the graph.
+        step()
+        replay = capture(step)
+        return _Graph(plan, kept[-1], replay)
