@@ -10,23 +10,23 @@
 // added in their order. That order holds for every tile shape, split or not, and in few_rows
 // (gemv.cu), so an element's bits depend on its row of x and its row of w only.
 //
-// Grid: x = tiles of the product, 8 row tiles side by side before the next column tile, so that CTAs
-// that run together share rows of x and w in L2; y = slices with SPLIT, else 1. With SPLIT a CTA
-// writes the sums of one slice to the workspace, f32 [slices, M, width] (width: N rounded up to whole
-// 16-column groups, see workspace_width), and gemm_reduce adds them in order.
+// Grid: x = tiles of the product, 8 row tiles side by side before the next column tile, so that
+// CTAs that run together share rows of x and w in L2; y = slices in gemm_slice, else 1. There a
+// CTA writes the sums of one slice to the workspace, f32 [slices, M, width] (width: N rounded up to
+// whole 16-column groups, see workspace_width), and gemm_reduce adds them in order.
 //
 // A CTA holds STAGES tiles of BK columns of x (BM rows) and w (BN rows) in shared memory, swizzled;
 // STAGES - 1 are on their way (cp.async, 16 bytes each) while one is multiplied. Shared memory:
 // STAGES * (BM + BN) * BK * 2 bytes, 64 KiB for 128x128x32 in 4 stages.
 //
-// Bytes from L2: (M K ceil(N / BN) + N K ceil(M / BM)) 2; from memory at least (M K + N K) 2 and out.
-// FLOPs: 2 M N K.
+// Bytes from L2: (M K ceil(N / BN) + N K ceil(M / BM)) 2; from memory at least (M K + N K) 2 and
+// out. FLOPs: 2 M N K.
 //
-// gate_up with SILU_MUL: w is [gate | up], two halves of N / 2 rows. Of 32 rows of a tile 16 are gate
-// and 16 the same columns of up, so a lane has both and writes silu(gate) * up.
+// gate_up with SILU_MUL: w is [gate | up], two halves of N / 2 rows. Of 32 rows of a tile 16 are
+// gate and 16 the same columns of up, so a lane has both and writes silu(gate) * up.
 //
-// mma.sync reaches about two thirds of an H100's dense peak (arXiv:2402.13499); the way to the rest,
-// wgmma with TMA, would be another kernel behind the same launcher, chosen in gpu/tuned.py.
+// mma.sync reaches about two thirds of an H100's dense peak (arXiv:2402.13499); the way to the
+// rest, wgmma with TMA, would be another kernel behind the same launcher, chosen in gpu/tuned.py.
 #include "linear.cuh"
 
 constexpr int ROW_TILES_TOGETHER = 8;
@@ -46,8 +46,8 @@ struct Accumulator {
   float v[S::ROW_FRAGMENTS][S::GROUPS][2][4];   // two n8 fragments for each group of 16 columns
 };
 
-// Column, within its group of 16, of row r of a group in the tile of w. A lane holds elements 2t and
-// 2t + 1 of both n8 fragments; in this order they are the four neighbouring columns 4t..4t+3.
+// Column, within its group of 16, of row r of a group in the tile of w. A lane holds elements 2t
+// and 2t + 1 of both n8 fragments; in this order they are the four neighbouring columns 4t..4t+3.
 KDEV int group_column(int r) { return 4 * ((r & 7) >> 1) + 2 * (r >> 3) + (r & 1); }
 
 // First column of group `group` of the product, and whether it is of the half `up`.
@@ -85,7 +85,8 @@ struct Copier {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const bool inside = there[i] && k < k_end;
-      cp_async16(tile + swizzled<S::BK>(row + i * STEP, chunk), source[i] + (inside ? k : 0), inside);
+      T* to = tile + swizzled<S::BK>(row + i * STEP, chunk);
+      cp_async16(to, source[i] + (inside ? k : 0), inside);
     }
   }
 };
@@ -170,8 +171,8 @@ KDEV void load_up_to4(float (&v)[4], const T* p, int count, bool whole) {
   }
 }
 
-// The last step for four neighbouring columns of one row: bias, then the epilogue. `up` is read with
-// SILU_MUL only; whole: four elements of out may be read and written at once.
+// The last step for four neighbouring columns of one row: bias, then the epilogue. `up` is read
+// with SILU_MUL only; whole: four elements of out may be read and written at once.
 template <int EPILOGUE, typename Out>
 KDEV void finish4(Out* out, int column, int columns, float (&v)[4], const float (&up)[4],
                   const float* bias, bool whole) {
@@ -234,8 +235,8 @@ KDEV void for_each_quad(Accumulator<S>& sums, int m0, int n0, Write write) {
 // Sums over k in [k_begin, k_end), slice by slice, of the tile at row m0 of x and row n0 of the
 // tile grid's columns.
 template <class S, int EPILOGUE, typename T>
-KDEV void sum_tile(Accumulator<S>& total, const T* x, long long x_stride, const T* w, int m0, int n0,
-                   int M, int N, int K, int k_begin, int k_end, int slice) {
+KDEV void sum_tile(Accumulator<S>& total, const T* x, long long x_stride, const T* w, int m0,
+                   int n0, int M, int N, int K, int k_begin, int k_end, int slice) {
   DYN_SMEM(smem);
   T* stages = reinterpret_cast<T*>(smem);
   Copier<S, S::BM, T> x_copier;

@@ -2,14 +2,14 @@
 //
 // Operands, types, epilogues and slices of K as in gemm.cu.
 //
-// few_rows, M <= 32, on tensor cores with the operands exchanged: rows of w are the 16 rows of an mma,
-// rows of x its 8 columns, so that one row of x wastes little. A warp sums one slice of K for
-// 16 * GROUPS rows of w, through a cp.async pipeline of its own (16 bytes each, STAGES deep, swizzled,
-// no barrier but __syncwarp); the CTA adds the slices in order. Every sum has the order of gemm.cu,
-// hence the same bits wherever mma gives a * b and b * a alike.
-//   Grid: x = groups of 16 * GROUPS rows of w (with SILU_MUL half gate, half up). Block: a warp a slice.
-//   Shared memory: slices * STAGES * (16 * GROUPS + ROWS) * 128 bytes; 96 KiB for 8 slices, 8 rows,
-//   1 group, 4 stages, of which 48 KiB of w are on their way.
+// few_rows, M <= 32, on tensor cores with the operands exchanged: rows of w are the 16 rows of an
+// mma, rows of x its 8 columns, so that one row of x wastes little. A warp sums one slice of K for
+// 16 * GROUPS rows of w, through a cp.async pipeline of its own (16 bytes each, STAGES deep,
+// swizzled, no barrier but __syncwarp); the CTA adds the slices in order. Every sum has the order
+// of gemm.cu, hence the same bits wherever mma gives a * b and b * a alike.
+//   Grid: x = groups of 16 * GROUPS rows of w (with SILU_MUL half gate, half up). Block: a warp a
+//   slice. Shared memory: slices * STAGES * (16 * GROUPS + ROWS) * 128 bytes; 72 KiB for 8 slices,
+//   8 rows, 1 group, 3 stages, of which 32 KiB of w are on their way.
 //
 // gemv, M <= 4, on the plain cores: a warp owns COLUMNS columns, lanes read 16 bytes of each row of
 // w and of x (from L1 after the first warp) and meet in shuffles. Its order of summing is another
@@ -59,7 +59,8 @@ KDEV void multiply_tile(Accumulator<S>& acc, const T* w_tile, const T* x_tile) {
 #pragma unroll
       for (int g = 0; g < S::GROUPS; ++g) {
         unsigned a[4];
-        ldmatrix_x4(a, w_tile + swizzled<DEPTH>(16 * g + (lane & 15), chunk + 2 * step + (lane >> 4)));
+        ldmatrix_x4(a, w_tile + swizzled<DEPTH>(16 * g + (lane & 15),
+                                                chunk + 2 * step + (lane >> 4)));
 #pragma unroll
         for (int f = 0; f < S::ROW_FRAGMENTS; ++f) {
           const unsigned b_step[2] = {b[f][2 * step], b[f][2 * step + 1]};
@@ -80,8 +81,8 @@ KDEV int weight_row(int r, int N) {
 
 // The warp's sums over k in [k_begin, k_end); `stages` is its own.
 template <class S, int EPILOGUE, typename T>
-KDEV void sum_slice(Accumulator<S>& acc, T* stages, const T* x, long long x_stride, const T* w, int M,
-                    int N, int K, int k_begin, int k_end) {
+KDEV void sum_slice(Accumulator<S>& acc, T* stages, const T* x, long long x_stride, const T* w,
+                    int M, int N, int K, int k_begin, int k_end) {
   const int lane = threadIdx.x & 31, chunk = lane & 7, first_row = lane >> 3;
   const T* source[S::WIDTH / 4];
   bool there[S::WIDTH / 4];
@@ -130,9 +131,10 @@ KDEV void few_rows(const T* x, long long x_stride, const T* w, const float* bias
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slices = blockDim.x >> 5;
   constexpr int warp_bytes = S::STAGES * S::STAGE * 2;
   Accumulator<S> acc = {};
-  sum_slice<S, EPILOGUE>(acc, reinterpret_cast<T*>(smem + warp * warp_bytes), x, x_stride, w, M, N, K,
-                         warp * slice, min((warp + 1) * slice, K));
-  float* own = reinterpret_cast<float*>(smem + warp * warp_bytes);   // [ROWS][PITCH], w's rows inner
+  sum_slice<S, EPILOGUE>(acc, reinterpret_cast<T*>(smem + warp * warp_bytes), x, x_stride, w, M, N,
+                         K, warp * slice, min((warp + 1) * slice, K));
+  // [ROWS][PITCH], rows of w inner
+  float* own = reinterpret_cast<float*>(smem + warp * warp_bytes);
 #pragma unroll
   for (int g = 0; g < S::GROUPS; ++g)
 #pragma unroll
