@@ -22,14 +22,12 @@ _RUNTIME = tuple(sorted(_HERE.glob("*.cc")))
 _FLAGS = (
     "-std=c++17",
     "-O2",
-    "-g",
-    "-gdwarf-4",
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-omit-frame-pointer",
 )
-# Kernels round as written, and read memory by whatever type they like.
-_KERNEL_FLAGS = (*_FLAGS, "-w", "-ffp-contract=off", "-fno-strict-aliasing")
+# Kernels have line tables, round as written, and read memory by whatever type they like.
+_KERNEL_FLAGS = (*_FLAGS, "-w", "-g1", "-gdwarf-4", "-ffp-contract=off", "-fno-strict-aliasing")
 _CHECKED_KERNEL_FLAGS = (
     # Calls our sanitizer_hooks.cc, for libtsan and libubsan are not linked.
     "-fsanitize=thread",
