@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from rawpaged.gpu.linear import Linear, PackedLinear, pack, workspace_size
 from rawpaged.gpu.linear_kernels import Epilogue, Mode
 from rawpaged.gpu.logit_edits import EditLogits
 from rawpaged.gpu.norm import RmsNorm
+from rawpaged.gpu.packing import upload_together
 from rawpaged.gpu.rope import Rope
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.gpu.static_plan import DecodePlan
@@ -125,17 +127,15 @@ class CudaBackend:
 
     def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
         work = self._attention(num_heads, num_kv_heads).plan(meta.query_start_loc, meta.seq_lens)
-        upload = self.device.upload
+        arrays: list[npt.NDArray[Any]] = [getattr(meta, field.name) for field in fields(meta)]
+        first_of_work = len(arrays)
+        work.upload(arrays.append)
+        on_device = upload_together(self.device, arrays)
+        rest = iter(on_device[first_of_work:])
         return AttentionPlan(
-            token_ids=upload(meta.token_ids),
-            positions=upload(meta.positions),
-            slot_mapping=upload(meta.slot_mapping),
-            query_start_loc=upload(meta.query_start_loc),
-            seq_lens=upload(meta.seq_lens),
-            block_tables=upload(meta.block_tables),
-            logits_rows=upload(meta.logits_rows),
+            **dict(zip((field.name for field in fields(meta)), on_device, strict=False)),
             num_tokens=len(meta.token_ids),
-            work=work.upload(upload),
+            work=work.upload(lambda array: next(rest)),
         )
 
     def static_plans(
@@ -214,16 +214,8 @@ class CudaBackend:
         self._edit_logits(logits, edits)
 
     def sample(self, logits: Any, rows: SamplingRows) -> npt.NDArray[np.int32]:
-        upload = self.device.upload
-        on_device = DeviceSamplingRows(
-            temperature=upload(rows.temperature),
-            top_k=upload(rows.top_k),
-            top_p=upload(rows.top_p),
-            min_p=upload(rows.min_p),
-            seeds=upload(rows.seeds),
-            positions=upload(rows.positions),
-            sample_indices=upload(rows.sample_indices),
-        )
+        arrays = [getattr(rows, field.name) for field in fields(rows)]
+        on_device = DeviceSamplingRows(*upload_together(self.device, arrays))
         out = self.device.empty((logits.shape[0],), "int32")
         self._sampling(logits.shape[1]).sample(out, logits, on_device)
         return self.device.download(out)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from rawpaged.backend import LogitEdits
 from rawpaged.gpu import grids
 from rawpaged.gpu.arrays import array_info, check
 from rawpaged.gpu.device import Device
 from rawpaged.gpu.numba_kernels import make_edit_logits, make_mask_logits
-
-_ALIGNMENT = 16
+from rawpaged.gpu.packing import upload_together
 
 
 class EditLogits:
@@ -66,18 +61,3 @@ class MaskLogits:
         if 0 not in words.shape:
             grid, block = grids.rows(words.shape[0], info.shape[1])
             self._kernel(grid, block, (logits, masks, rows))
-
-
-def upload_together(device: Device, arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
-    """The arrays on the device, brought there by one copy."""
-    starts = [0]
-    for array in arrays:
-        starts.append(starts[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    packed = np.zeros(starts[-1], np.uint8)
-    for array, start in zip(arrays, starts, strict=False):
-        packed[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-    on_device = device.upload(packed)
-    return [
-        on_device[start : start + array.nbytes].view(array.dtype)
-        for array, start in zip(arrays, starts, strict=False)
-    ]

@@ -5,16 +5,12 @@ All arrays of a plan lie in one device buffer behind one host buffer: filling it
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from rawpaged.backend import AttentionPlan, BatchMeta
 from rawpaged.gpu.attention import AttentionWork, DecodeWork, PagedAttention
 from rawpaged.gpu.device import Device
-
-_ALIGNMENT = 16
+from rawpaged.gpu.packing import Layout
 
 
 class DecodePlan:
@@ -36,7 +32,7 @@ class DecodePlan:
         self._device = device
         self._attention = attention
         self.num_reqs = num_reqs
-        self._layout = _Layout()
+        self._layout = Layout()
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "slot_mapping": ("int64", (num_reqs,)),
             "token_ids": ("int32", (num_reqs,)),
@@ -119,25 +115,3 @@ class DecodePlan:
             num_tokens=self.num_reqs,
             work=AttentionWork((decode,), None, 0),
         )
-
-
-class _Layout:
-    """Places of named arrays in one buffer of bytes."""
-
-    def __init__(self) -> None:
-        self._places: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
-        self.nbytes = 0
-
-    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        element = np.dtype(dtype)
-        self._places[name] = (self.nbytes, element, shape)
-        size = int(np.prod(shape)) * element.itemsize
-        self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    def views(self, buffer: Any) -> dict[str, npt.NDArray[Any]]:
-        """The arrays over a buffer of NumPy or CuPy."""
-        views = {}
-        for name, (start, dtype, shape) in self._places.items():
-            size = int(np.prod(shape)) * dtype.itemsize
-            views[name] = buffer[start : start + size].view(dtype).reshape(shape)
-        return views
