@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawpaged.backend import Backend, BatchMeta
+from rawpaged.backend import Backend
 from rawpaged.errors import BackendError
 from tests import reference
-from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase
+from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase, make_meta
 from tests.ops.row_cases import (
     NORM_SIZES,
     add_norm_case,
@@ -102,33 +102,6 @@ def test_gather_rows(backend: Backend) -> None:
     out = poisoned(backend, 3, 12)
     backend.gather_rows(out, backend.upload(case.x), backend.upload(case.rows))
     np.testing.assert_array_equal(out, case.x[case.rows])
-
-
-def make_meta(case: AttentionCase, rng: np.random.Generator) -> tuple[BatchMeta, int]:
-    """The case's batch over blocks in random order, and the size of a pool with blocks to spare."""
-    needed = [-(-kv // case.block_size) for _, kv in case.lengths]
-    num_blocks = sum(needed) + 3
-    order = rng.permutation(num_blocks).astype(np.int32)
-    tables = np.zeros((len(needed), max(needed)), np.int32)
-    positions, slots, used = [], [], 0
-    for row, (count, (queries, kv)) in enumerate(zip(needed, case.lengths, strict=True)):
-        tables[row, :count] = order[used : used + count]
-        used += count
-        own = np.arange(kv - queries, kv, dtype=np.int32)
-        positions.append(own)
-        block = tables[row, own // case.block_size].astype(np.int64)
-        slots.append(block * case.block_size + own % case.block_size)
-    query_lens = [q for q, _ in case.lengths]
-    meta = BatchMeta(
-        token_ids=np.zeros(sum(query_lens), np.int32),
-        positions=np.concatenate(positions),
-        slot_mapping=np.concatenate(slots),
-        query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
-        seq_lens=np.array([kv for _, kv in case.lengths], np.int32),
-        block_tables=tables,
-        logits_rows=np.zeros(0, np.int32),
-    )
-    return meta, num_blocks
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
