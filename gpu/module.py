@@ -2,7 +2,7 @@
 
 A `.cu` file holds device function templates. A KernelDeclaration names one and its C parameters;
 `instantiate` writes the `extern "C" __global__` function around it, whose name tells the
-parameters (`paged_decode_bf16_h128_g4_b16`), which is what profilers show. A Loader compiles
+parameters (`paged_decode_bf16_h128_g8`), which is what profilers show. A Loader compiles
 source text: CuPy's NVRTC on a GPU (`gpu/cupy_loader.py`), or a simulator on the host, which is how
 the tests run the same files without one.
 """
