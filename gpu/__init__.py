@@ -1,1 +1,1 @@
-"""The GPU backend's place: imported as `rawpaged.gpu`. This version holds no kernels yet."""
+"""The CUDA backend: launchers, kernels and the device; docs/gpu.md says what is proven of it."""
