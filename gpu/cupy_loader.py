@@ -12,6 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rawpaged.gpu.arrays import array_info
 from rawpaged.gpu.module import KERNEL_PACKAGE, Function
 
 BASE_OPTIONS = ("-std=c++17", "-lineinfo", "-default-device")
@@ -31,11 +34,12 @@ def header_text(include: Path) -> str:
 
 
 class _StreamFunction:
-    """A kernel that is launched on one stream."""
+    """A kernel that is launched on one stream, with arrays of any library."""
 
-    def __init__(self, raw: Any, stream: Any) -> None:
+    def __init__(self, raw: Any, stream: Any, own_type: type[Any]) -> None:
         self._raw = raw
         self._stream = stream
+        self._types = (own_type, np.generic)
 
     def __call__(
         self,
@@ -45,13 +49,21 @@ class _StreamFunction:
         *,
         shared_mem: int = 0,
     ) -> None:
-        self._raw(grid, block, args, shared_mem=shared_mem, stream=self._stream)
+        # CuPy takes no arrays but its own; to a kernel they are addresses.
+        own = tuple(
+            arg if isinstance(arg, self._types) else np.uintp(array_info(arg).pointer)
+            for arg in args
+        )
+        self._raw(grid, block, own, shared_mem=shared_mem, stream=self._stream)
 
 
 class CupyLoader:
-    """A Loader for the current device whose functions run on `stream`."""
+    """A Loader for the current device whose functions run on `stream`.
 
-    def __init__(self, cupy: Any, stream: Any) -> None:
+    None is whatever stream of CuPy's is current at a launch.
+    """
+
+    def __init__(self, cupy: Any, stream: Any = None) -> None:
         self._cupy = cupy
         self._stream = stream
         include = resources.files(KERNEL_PACKAGE)
@@ -69,5 +81,5 @@ class CupyLoader:
             function = module.get_function(name)
             if max_shared_mem[name] > _STATIC_SHARED_BYTES:
                 function.max_dynamic_shared_size_bytes = max_shared_mem[name]
-            functions[name] = _StreamFunction(function, self._stream)
+            functions[name] = _StreamFunction(function, self._stream, self._cupy.ndarray)
         return functions
