@@ -87,6 +87,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
+            if value is not None and value >= 2**63:
+                raise ConfigError(f"{name}={value} is more than any machine has")
+        if (self.num_gpu_blocks_override or 0) >= 2**31:
+            raise ConfigError(
+                f"num_gpu_blocks_override={self.num_gpu_blocks_override} must be below 2**31"
+            )
         for name in ("max_logprobs", "seed"):
             value = getattr(self, name)
             if value < 0:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from rawpaged.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 32
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+"""Each costs every step of the request a little, and the steps are shared with others."""
 MAX_N = 128
 
 _INTEGERS = ("n", "top_k", "min_tokens")
@@ -155,10 +158,22 @@ class SamplingParams:
                 f"stop holds {len(self.stop_strings)} strings, the limit is {MAX_STOP_STRINGS}",
                 "stop",
             )
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids holds {len(self.stop_token_ids or ())} ids, the limit is "
+                f"{MAX_STOP_TOKEN_IDS}",
+                "stop_token_ids",
+            )
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise InvalidRequestError("stop must hold non-empty strings", "stop")
 
     def _check_logit_bias(self) -> None:
+        if len(self.logit_bias or {}) > MAX_LOGIT_BIASES:
+            raise InvalidRequestError(
+                f"logit_bias holds {len(self.logit_bias or {})} tokens, the limit is "
+                f"{MAX_LOGIT_BIASES}",
+                "logit_bias",
+            )
         for token_id, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, (int, float)) or not -100.0 <= bias <= 100.0:
                 raise InvalidRequestError(

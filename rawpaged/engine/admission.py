@@ -27,6 +27,7 @@ class Admission:
                 raise InvalidRequestError(
                     "the model has no tokenizer; give the prompt as token ids", "prompt"
                 )
+            self.check_length(prompt, "prompt")
             token_ids = self.tokenizer.encode(prompt)
         else:
             token_ids = _as_list(prompt)
@@ -40,6 +41,17 @@ class Admission:
                 "prompt",
             )
         return token_ids
+
+    def check_length(self, text: str, name: str) -> None:
+        """Refuse text that cannot fit, without spending the time to tokenize it."""
+        assert self.tokenizer is not None
+        most = self.tokenizer.most_characters(self.max_model_len)
+        if len(text) > most:
+            raise InvalidRequestError(
+                f"{name} has {len(text)} characters; max_model_len={self.max_model_len} tokens "
+                f"are {most} at most",
+                name,
+            )
 
     def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Most output tokens: what was asked, or all that is left."""

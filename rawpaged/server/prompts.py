@@ -58,6 +58,8 @@ async def encode_prompts(
     if not texts:
         return [Prompt(list(cast("list[int]", prompt)), None) for prompt in prompts]
     tokenizer = context.require_tokenizer("prompt")
+    for text in texts:
+        _check_length(context, len(text), "prompt")
 
     def encode_all() -> list[Prompt]:
         return [
@@ -83,6 +85,8 @@ async def encode_chat(
     tokenizer = context.require_tokenizer("messages")
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
+    num_characters = sum(message.num_characters for message in messages)
+    _check_length(context, num_characters, "messages")
     turns = [message.for_template() for message in messages]
 
     def encode() -> list[int]:
@@ -93,7 +97,19 @@ async def encode_chat(
             chat_template_kwargs=chat_template_kwargs,
         )
 
-    return await _run(encode, sum(message.num_characters for message in messages))
+    return await _run(encode, num_characters)
+
+
+def _check_length(context: ServerContext, num_characters: int, name: str) -> None:
+    """Refuse text that cannot fit, without spending the time to tokenize it."""
+    max_model_len = context.engine.max_model_len
+    most = context.require_tokenizer(name).most_characters(max_model_len)
+    if num_characters > most:
+        raise InvalidRequestError(
+            f"{name} has {num_characters} characters; max_model_len={max_model_len} tokens are "
+            f"{most} at most",
+            name,
+        )
 
 
 async def _run(function: Callable[[], T], num_characters: int) -> T:

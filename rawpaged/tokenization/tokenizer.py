@@ -37,6 +37,12 @@ class SpecialTokens:
     unk_token: str | None = None
 
 
+_SHORT_TEXT = 4096
+"""Characters that take about a millisecond."""
+_SHORTENING = 4
+"""Times that normalising may shorten a text, and to spare: NFC composes up to three characters."""
+
+
 class Tokenizer:
     """A model's tokenizer and chat template; safe to use from several threads.
 
@@ -65,6 +71,7 @@ class Tokenizer:
         self.bos_token_id = self._id_of(special_tokens.bos_token)
         self.eos_token_id = self._id_of(special_tokens.eos_token)
         self._token_bytes = TokenBytes(backend, self.vocab_size)
+        self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -90,9 +97,24 @@ class Tokenizer:
                 f"text is not valid Unicode: lone surrogate at character {error.start}"
             ) from None
         if self._affixes is None or not add_special_tokens:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._encode(text, add_special_tokens)
         prefix, suffix = self._affixes
-        return [*prefix, *self._backend.encode(text, add_special_tokens=False).ids, *suffix]
+        return [*prefix, *self._encode(text, False), *suffix]
+
+    def most_characters(self, num_tokens: int) -> int:
+        """More characters than any text of so many tokens has.
+
+        Normalising may shorten a text before it is cut into tokens, composing characters say, so
+        there is room for that.
+        """
+        return _SHORTENING * self._longest_token * num_tokens
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= _SHORT_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the vocabulary does not have give nothing.

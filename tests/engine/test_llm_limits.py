@@ -166,7 +166,7 @@ def test_unknown_flag() -> None:
     [
         {"block_size": 8},
         {"block_size": 24},
-        {"num_gpu_blocks_override": 10**12},
+        {"num_gpu_blocks_override": 2 * 10**9},
         {"kv_cache_memory_bytes": 10**15},
         {"max_num_seqs": 10**12, "num_gpu_blocks_override": 16},
         {"max_num_seqs": 10**12},
@@ -187,3 +187,10 @@ def test_flags_over_a_config() -> None:
         assert (llm.config.max_model_len, config.max_model_len) == (32, 256)
     with pytest.raises(RawpagedError, match="block_size"):
         LLM(config, block_size=-1)
+
+
+def test_too_many_biases_and_stops() -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias holds 1025 tokens, the limit"):
+        SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
+    with pytest.raises(InvalidRequestError, match="stop_token_ids holds 1025 ids, the limit"):
+        SamplingParams(stop_token_ids=range(1025))

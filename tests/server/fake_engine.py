@@ -24,6 +24,9 @@ VOCAB_SIZE = 257
 class FakeTokenizer:
     """One token a byte of UTF-8, after one begin-of-sequence token."""
 
+    def most_characters(self, num_tokens: int) -> int:
+        return 4 * num_tokens
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 

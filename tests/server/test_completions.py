@@ -316,3 +316,12 @@ def test_failure_in_a_stream_is_its_last_event() -> None:
             pytest.raises(openai.APIError),
         ):
             list(client.completions.create(model="fake", prompt="a", stream=True))
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(server: Server) -> None:
+    calls = len(server.engine.calls)
+    answer = complete(server.url, prompt="x" * (4 * 256 + 1))
+    assert answer.status == 400
+    assert answer.error["param"] == "prompt"
+    assert "1025 characters" in answer.error["message"]
+    assert len(server.engine.calls) == calls

@@ -319,3 +319,11 @@ def test_a_template_file_that_is_no_text_is_named(directory: Path) -> None:
 def test_loading_prints_nothing(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     load_tokenizer_from_directory(directory)
     assert capfd.readouterr() == ("", "")
+
+
+def test_long_text_encodes_as_short_text_does(byte_level: Tokenizer) -> None:
+    """It takes another way through the library, one that lets other threads run."""
+    text = "the cat sat, " * 1000
+    direct = byte_level._backend.encode(text, add_special_tokens=False).ids
+    assert byte_level.encode(text, add_special_tokens=False) == direct
+    assert byte_level.most_characters(len(direct)) >= len(text)
