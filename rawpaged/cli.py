@@ -138,13 +138,16 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         if field.name != "model":
             assert field.default is not MISSING
             flag = "--" + field.name.replace("_", "-")
-            parser.add_argument(flag, default=field.default, **kinds[field.name])
+            options = dict(kinds[field.name])
+            if field.default is not None:
+                options["help"] = f"{options.get('help', '')} (default: {field.default})".strip()
+            parser.add_argument(flag, default=field.default, **options)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
     parser.add_argument(
         "--served-model-name", nargs="+", help="names in the API; default: MODEL as given"
     )
@@ -157,7 +160,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--shutdown-timeout",
         type=float,
         default=30.0,
-        help="seconds that running requests may take after SIGTERM before they are aborted",
+        help="seconds that running requests may take after SIGTERM (default: 30)",
     )
     parser.add_argument(
         "--profiler-dir",
@@ -283,7 +286,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _ready_text(url: str, name: str, with_key: bool) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Say hello."}]})
+    body = json.dumps(
+        {
+            "model": name,
+            "messages": [{"role": "user", "content": "Say hello."}],
+            "max_tokens": 64,
+            "temperature": 0,
+        }
+    )
     return (
         f"rawpaged: ready, serving {name} at {url}. Try:\n\n"
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
@@ -318,6 +328,9 @@ def _read_stdin() -> str:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.memory is not None:
+        for flag in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"memory and {flag} both give the pool's size; leave one out")
         args.kv_cache_memory_bytes = args.memory
     config = _engine_config(args)
     from rawpaged.engine.loading import plan_only
@@ -327,6 +340,9 @@ def _plan(args: argparse.Namespace) -> int:
             print(f"rawpaged: error: --mean-len={length} must be at least 1", file=sys.stderr)
             return 2
     model, plan = plan_only(config)
+    for length in args.mean_len:
+        if length > plan.max_model_len:
+            raise ConfigError(f"mean_len={length} is more than max_model_len={plan.max_model_len}")
     print(f"{config.model}: {model.architecture}, {model.num_parameters / 1e6:.1f}M parameters")
     print(plan.describe(tuple(args.mean_len)))
     return 0

@@ -423,3 +423,18 @@ def test_the_environment_gives_the_api_key(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(os.environ, cli.API_KEY_VARIABLE, "secret")
     assert cli._parser().parse_args(["serve", LLAMA]).api_key == "secret"
     assert cli._parser().parse_args(["serve", LLAMA, "--api-key", "other"]).api_key == "other"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--memory", "1GB", "--kv-cache-memory-bytes", "2GB"], "memory and kv_cache_memory_bytes"),
+        (["--memory", "1GB", "--num-gpu-blocks-override", "5"], "memory and num_gpu_blocks"),
+        (["--mean-len", "999999"], "mean_len=999999 is more than max_model_len=512"),
+        (["--num-gpu-blocks-override", "99999999999"], "must be below 2**31"),
+    ],
+    ids=str,
+)
+def test_plan_refuses(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", LLAMA, *flags]) == 1
+    assert words in capsys.readouterr().err

@@ -58,8 +58,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; results in the order of the prompts.
 
-        A prompt is a string or a list of token ids. One SamplingParams serves all prompts, a
-        list must have one for each. Raises InvalidRequestError before anything runs if any
+        A prompt is a string or a list of token ids. One SamplingParams serves all prompts, a list
+        must have one for each. The progress bar shows on terminals only. Raises InvalidRequestError before anything runs if any
         prompt is wrong, RequestFailedError if the engine fails.
         """
         prompt_list = _as_list(prompts)
@@ -164,6 +164,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many; a flat list of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__len__"):
+        raise InvalidRequestError(
+            f"prompts must be strings or lists of token ids, not {type(prompts).__name__}",
+            "prompts",
+        )
     if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -176,6 +181,12 @@ def _params_list(
     if given is None:
         given = SamplingParams()
     params = [given] * count if isinstance(given, SamplingParams) else list(given)
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, not {type(each).__name__}",
+                "sampling_params",
+            )
     if len(params) != count:
         raise InvalidRequestError(
             f"{len(params)} sampling_params were given for {count} prompts", "sampling_params"
@@ -192,7 +203,8 @@ def _collect(
     outputs: queue.SimpleQueue[tuple[int, RequestOutput | Exception]], count: int, use_tqdm: bool
 ) -> list[RequestOutput]:
     results: dict[int, RequestOutput] = {}
-    with ProgressBar(total=count, desc="requests", disable=not use_tqdm, unit="req") as bar:
+    hidden = None if use_tqdm else True  # None: on anything but a terminal
+    with ProgressBar(total=count, desc="requests", disable=hidden, unit="req") as bar:
         while len(results) < count:
             index, output = outputs.get()
             if isinstance(output, Exception):

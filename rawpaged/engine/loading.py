@@ -68,6 +68,7 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
         else:
             weights = load_weights(checkpoint, backend)
         logger.info("weights loaded in %.1f s", time.monotonic() - started)
+        logger.info("preparing kernels; an installation's first start compiles them, once")
         runner = ModelRunner(
             model,
             weights,
