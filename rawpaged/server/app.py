@@ -22,7 +22,7 @@ from rawpaged.server.info import (
     show_version,
 )
 from rawpaged.server.metrics import PrometheusStats
-from rawpaged.server.middleware import add_request_id, check_api_key, log_access, report_errors
+from rawpaged.server.middleware import add_headers, check_api_key, log_access, report_errors
 from rawpaged.server.profiling import start_profile, stop_profile
 from rawpaged.server.tokenize import detokenize, tokenize
 
@@ -65,7 +65,7 @@ def create_app(
         profiler_dir=profiler_dir,
         created=int(time.time()),
     )
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(add_headers)
     app.add_routes(_routes())
     return app
 

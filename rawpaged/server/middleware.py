@@ -15,6 +15,7 @@ from rawpaged.server.labels import current_labels, start_labels
 
 access_logger = logging.getLogger("rawpaged.server.access")
 
+SERVER_NAME = "rawpaged"
 OPEN_PATHS = ("/health", "/metrics")
 CLIENT_CLOSED_REQUEST = 499
 
@@ -74,6 +75,13 @@ async def check_api_key(request: web.Request, handler: Handler) -> web.StreamRes
     return await handler(request)
 
 
-async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler: name the request in the response's headers, streams included."""
-    response.headers["X-Request-Id"] = current_labels.get().request_id
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: name request and server in the response's headers, streams included.
+
+    No versions: whoever looks for known holes should not be handed them.
+    """
+    response.headers["Server"] = SERVER_NAME
+    # aiohttp refuses an unknown `Expect` header before any middleware has run.
+    labels = current_labels.get(None)
+    if labels is not None:
+        response.headers["X-Request-Id"] = labels.request_id

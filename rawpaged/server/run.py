@@ -10,6 +10,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from rawpaged.errors import ConfigError
+from rawpaged.server.connection import Connection
 from rawpaged.server.context import CONTEXT
 
 logger = logging.getLogger(__name__)
@@ -58,26 +59,43 @@ async def serve_forever(
     shutdown_timeout: float,
 ) -> None:
     """`run_server` without signals: `stop` stands for the first one, `hurry` for the second."""
-    runner = web.AppRunner(
-        app,
-        # Bodies with a content encoding are refused, so nothing needs unpacking.
-        auto_decompress=False,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=1.0,
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     try:
+        listener = await _listen(runner, host, port)
         try:
-            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(f"cannot listen on {host}:{port}: {reason or error}") from error
-        on_ready(_base_url(runner))
-        await stop.wait()
-        await _drain(app, hurry, shutdown_timeout)
+            on_ready(_base_url(listener))
+            await stop.wait()
+            await _drain(app, hurry, shutdown_timeout)
+        finally:
+            listener.close()
     finally:
         await _close(runner)
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
+    """Accept connections for the runner's application; raises ConfigError.
+
+    Not a TCPSite of aiohttp, since that makes connections of aiohttp's own class.
+    """
+    loop = asyncio.get_running_loop()
+    server = runner.server
+    assert server is not None
+
+    def connect() -> Connection:
+        # Bodies with a content encoding are refused, so nothing needs unpacking.
+        return Connection(
+            server,
+            loop=loop,
+            auto_decompress=False,
+            access_log=None,  # type: ignore[arg-type]  # None turns it off
+        )
+
+    try:
+        return await loop.create_server(connect, host, port, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason or error}") from error
 
 
 async def _run_with_signals(
@@ -148,6 +166,6 @@ async def _close(runner: web.AppRunner) -> None:
     await asyncio.sleep(0)
 
 
-def _base_url(runner: web.AppRunner) -> str:
-    host, port = runner.addresses[0][:2]
+def _base_url(listener: asyncio.Server) -> str:
+    host, port = listener.sockets[0].getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

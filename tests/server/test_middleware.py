@@ -215,3 +215,10 @@ def test_closed_engine() -> None:
         for answer in (complete(server.url), chat(server.url, stream=True)):
             assert answer.status == 503
             assert answer.error["code"] == "service_unavailable"
+
+
+@pytest.mark.parametrize("path", ["/version", "/nothing/here", "/health"])
+def test_server_header_tells_no_versions(server: Server, path: str) -> None:
+    assert send(server.url, "GET", path).headers.get_all("Server") == ["rawpaged"]
+    stream = complete(server.url, stream=True)
+    assert stream.headers.get_all("Server") == ["rawpaged"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import socket
 import subprocess
@@ -20,7 +22,7 @@ from rawpaged.server.app import create_app
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.run import run_server
 from tests.server.client import Answer, complete, send
-from tests.server.conftest import serve
+from tests.server.conftest import Server, serve
 from tests.server.fake_engine import FakeEngine
 
 SCRIPT = Path(__file__).with_name("serve_fake.py")
@@ -139,3 +141,52 @@ def test_port_in_use() -> None:
 def test_unusable_address(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on {host}:{port}"):
         run(host, port)
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX-Request-Id: a\x01b\r\n\r\n", "header"),
+        (b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "malformed HTTP"),
+        (b"\x16\x03\x01\x02\x00secret\r\n\r\n", "malformed HTTP"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: secret\x00\r\n\r\n", "header"),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", "malformed HTTP"),
+    ],
+)
+def test_malformed_http_is_one_short_line_of_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture, sent: bytes, reason: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    head, body = exchange(server, sent)
+    assert head.startswith(b"HTTP/1.0 400 ")
+    assert b"\r\nServer: rawpaged\r\n" in head
+    error = json.loads(body)["error"]
+    assert reason in error["message"]
+    assert error["type"] == "invalid_request_error"
+    [record] = [r for r in caplog.records if r.name != "asyncio"]
+    assert (record.name, record.levelno) == ("rawpaged.server.connection", logging.INFO)
+    assert record.exc_info is None
+    line = record.getMessage()
+    assert line.startswith("refused malformed HTTP from 127.0.0.1: ")
+    assert len(line) < 250
+    assert "\n" not in line
+    assert "secret" not in line
+
+
+def test_unknown_expectation(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    head, _ = exchange(
+        server, b"GET /version HTTP/1.1\r\nHost: a\r\nExpect: a\r\nConnection: close\r\n\r\n"
+    )
+    assert head.startswith(b"HTTP/1.1 417 ")
+    assert b"\r\nServer: rawpaged\r\n" in head
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def exchange(server: Server, sent: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer to these bytes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(sent)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head + b"\r\n", body
