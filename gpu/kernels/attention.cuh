@@ -11,13 +11,34 @@ typedef signed char int8;
 
 #define LOG2_E 1.4426950408889634f
 
+// Two e4m3 numbers, the first in the low byte of `pair`, as two halves. Exact; NaN stays NaN.
+KDEV unsigned halves_of_e4m3(unsigned pair) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  const __half2_raw wide =
+      __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(pair & 0xffffu), __NV_E4M3);
+  return wide.x | (unsigned)wide.y << 16;
+#else
+  // Without an instruction for it: e4m3's exponent and mantissa are those of a half that is 2^8 too
+  // small, subnormals included; 0x7f, NaN, gets the bit that makes the half's exponent all ones.
+  const unsigned spread = __byte_perm(pair, 0, 0x4140), low = spread & 0x007f007fu;
+  const unsigned nan = (low + 0x00010001u) & 0x00800080u;
+  const unsigned bits = (spread & 0x00800080u) << 8 | (low | nan) << 7;
+  const __half2 factor = __floats2half2_rn(256.f, 256.f);
+  const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&bits), factor);
+  return *reinterpret_cast<const unsigned*>(&product);
+#endif
+}
+KDEV unsigned from_halves(unsigned halves, const half*) { return halves; }
+KDEV unsigned from_halves(unsigned halves, const bf16*) {
+  float first, second;
+  unpack2(first, second, halves, (const half*)0);
+  return pack2(first, second, (const bf16*)0);
+}
+
 // Two bytes of a cache, the first in the low byte of `pair`, as two elements of T.
 template <typename T>
 KDEV unsigned widen2(unsigned pair, const e4m3*) {
-  const __half2_raw wide =
-      __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(pair & 0xffffu), __NV_E4M3);
-  return pack2(__half2float(__ushort_as_half(wide.x)), __half2float(__ushort_as_half(wide.y)),
-               (const T*)0);
+  return from_halves(halves_of_e4m3(pair), (const T*)0);
 }
 template <typename T>
 KDEV unsigned widen2(unsigned pair, const int8*) {
