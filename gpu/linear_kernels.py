@@ -132,6 +132,8 @@ def instance_of(dtype: str, key: KernelKey) -> Instance:
             (f"Shape<{extents}, {tile.warp_rows}, {tile.warp_columns}>", epilogue),
             types=types,
             threads=tile.threads,
+            # Two CTAs fit every SM's shared memory, so that registers should leave room for them.
+            min_blocks=2 if tile.shared_bytes <= 48 * 1024 else 1,
             max_shared_mem=tile.shared_bytes,
         )
     if tile is None:
