@@ -93,6 +93,5 @@ def to_http_error(error: Exception) -> HttpError:
 
 
 def _from_http_exception(error: web.HTTPException) -> HttpError:
-    """aiohttp's own refusals: unknown route, wrong method, body too large."""
-    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-    return HttpError(error.status, error.text or error.reason, headers=headers)
+    """aiohttp's own refusals, but for those that the middleware words."""
+    return HttpError(error.status, error.text or error.reason)

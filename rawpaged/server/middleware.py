@@ -22,7 +22,10 @@ CLIENT_CLOSED_REQUEST = 499
 
 @web.middleware
 async def log_access(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """One line for each request when it has ended; 499 when the client went away first."""
+    """One line for each request when it has ended; 499 when the client went away first.
+
+    Probes come every few seconds: while they get what they ask for they are logged at DEBUG.
+    """
     labels = start_labels(request.headers.get("X-Request-Id", ""))
     started = time.monotonic()
     status = CLIENT_CLOSED_REQUEST
@@ -32,7 +35,9 @@ async def log_access(request: web.Request, handler: Handler) -> web.StreamRespon
         return response
     finally:
         # The raw path is percent-encoded, so a client cannot forge log lines with it.
-        access_logger.info(
+        is_probe = request.path in OPEN_PATHS and status == 200
+        access_logger.log(
+            logging.DEBUG if is_probe else logging.INFO,
             "%s %s %d %.3f s id=%s%s",
             request.method,
             request.rel_url.raw_path,
@@ -53,8 +58,21 @@ async def report_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPRequestEntityTooLarge:
         limit = request.app[CONTEXT].max_body_bytes
         return HttpError(413, f"the body is larger than {limit} bytes").response()
+    except web.HTTPNotFound:
+        return HttpError(404, f"there is no route {_describe(request)}").response()
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return HttpError(
+            405,
+            f"there is no route {_describe(request)}; the path takes {allowed}",
+            headers={"Allow": error.headers["Allow"]},
+        ).response()
     except Exception as error:
         return to_http_error(error).response()
+
+
+def _describe(request: web.Request) -> str:
+    return f"{request.method[:20]} {request.rel_url.raw_path[:200]}"
 
 
 @web.middleware

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -80,15 +80,19 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
 
+Role = Literal["system", "developer", "user", "assistant"]
+PartType = Literal["text"]
+
+
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
+    type: PartType
     text: str
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn; the fields that are only null come back from clients which replay an answer."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | list[TextPart]
     name: str | None = None
     reasoning_content: str | None = None
@@ -244,6 +248,9 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
         raise InvalidRequestError(text, new) from None
 
 
+_NO_OBJECT = re.compile(r"Expected `object`, got (?P<kind>`\w+`)")
+
+
 def _decode_fields(body: bytes) -> dict[str, Any]:
     """The JSON object's fields, each decoded by itself so that an error can name its field."""
     name = None
@@ -254,6 +261,9 @@ def _decode_fields(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply", name) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if match := _NO_OBJECT.fullmatch(str(error)):
+            text = f"the body must be a JSON object, not {match['kind']}"
+            raise InvalidRequestError(text, None) from None
         where = f"`{name[:100]}`" if name is not None else "the body"
         raise InvalidRequestError(f"{where} is not valid JSON here: {error}", name) from None
     return fields
@@ -276,6 +286,9 @@ def _find_overflow(fields: Mapping[str, Any], request_type: type[msgspec.Struct]
 
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_NO_CHOICE = re.compile(r"Invalid enum value (?P<value>.*)", re.DOTALL)
+_CHOICES = {"role": get_args(Role), "type": get_args(PartType)}
+"""What fields of a fixed set of strings may hold, by their own name."""
 _PATH = re.compile(
     r"(?P<text>.*) - at (?P<key>`key` in )?`\$\.(?P<path>(?P<field>\w+).*)`", re.DOTALL
 )
@@ -293,4 +306,7 @@ def _explain(text: str) -> InvalidRequestError:
         field = field or match["name"]
     elif match := _UNKNOWN.fullmatch(text):
         text = f"unknown or unsupported field `{match['name'][:100]}`"
+    elif path and (match := _NO_CHOICE.fullmatch(text)):
+        choices = _CHOICES[path.rpartition(".")[2]]
+        text = f"{match['value'][:100]} is not supported, only {', '.join(choices)}"
     return InvalidRequestError(f"{path}: {text}" if path else text, field)

@@ -31,6 +31,7 @@ def test_unknown_route(server: Server, path: str) -> None:
     answer = send(server.url, "GET", path)
     assert answer.status == 404
     assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["message"] == f"there is no route GET {path}"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,9 @@ def test_wrong_method(server: Server, method: str, path: str, allowed: str) -> N
     answer = send(server.url, method, path)
     assert answer.status == 405
     assert answer.headers["Allow"] == allowed
-    assert answer.error["message"]
+    assert answer.error["message"] == (
+        f"there is no route {method} {path}; the path takes {allowed.replace(',', ', ')}"
+    )
 
 
 def test_unknown_model_lists_the_served_ones() -> None:
@@ -222,3 +225,22 @@ def test_server_header_tells_no_versions(server: Server, path: str) -> None:
     assert send(server.url, "GET", path).headers.get_all("Server") == ["rawpaged"]
     stream = complete(server.url, stream=True)
     assert stream.headers.get_all("Server") == ["rawpaged"]
+
+
+def test_probes_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "rawpaged.server.access")
+    engine = FakeEngine()
+    with serve(engine) as server:
+        send(server.url, "GET", "/health")
+        send(server.url, "GET", "/metrics")
+        engine.close()
+        send(server.url, "GET", "/health")
+        send(server.url, "GET", "/version")
+    records = [r for r in caplog.records if r.name == "rawpaged.server.access"]
+    levels = [(r.getMessage()[:16].rstrip(), r.levelname) for r in records]
+    assert levels == [
+        ("GET /health 200", "DEBUG"),
+        ("GET /metrics 200", "DEBUG"),
+        ("GET /health 503", "INFO"),
+        ("GET /version 200", "INFO"),
+    ]

@@ -373,3 +373,34 @@ def test_parsing_raises_nothing_else(body: bytes) -> None:
     for request_type in (CompletionRequest, ChatRequest):
         with contextlib.suppress(InvalidRequestError):
             parse_body(body, request_type, NEUTRAL_CHAT_VALUES)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [(b"[]", "`array`"), (b"1", "`int`"), (b'"a"', "`str`"), (b"null", "`null`")],
+)
+def test_body_of_another_kind(body: bytes, kind: str) -> None:
+    with pytest.raises(InvalidRequestError) as info:
+        parse_body(body, CompletionRequest)
+    assert str(info.value) == f"the body must be a JSON object, not {kind}"
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (
+            {"role": "to'ol", "content": "a"},
+            'role: "to\'ol" is not supported, only system, developer, user, assistant',
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "content[0].type: 'image_url' is not supported, only text",
+        ),
+    ],
+)
+def test_what_a_message_may_say(message: dict[str, Any], complaint: str) -> None:
+    body = json.dumps({"messages": [message]}).encode()
+    with pytest.raises(InvalidRequestError) as info:
+        parse_body(body, ChatRequest)
+    assert info.value.param == "messages"
+    assert str(info.value) == f"messages[0].{complaint}"
