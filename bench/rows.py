@@ -29,9 +29,9 @@ class Origin:
     machine: Mapping[str, object] = field(default_factory=describe_machine)
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], *, program: str = "bench.run") -> str:
     """The driver's command as a shell would take it, without API keys."""
-    return _SECRET.sub(r"\1\2***", shlex.join(["python", "-m", "bench.run", *arguments]))
+    return _SECRET.sub(r"\1\2***", shlex.join(["python", "-m", program, *arguments]))
 
 
 def make_row(

@@ -1,0 +1,120 @@
+"""The engine on a device: transformers' tokens, and graphs that give the bits of eager steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bench.gpu_recorder import Recorder
+from bench.gpu_sizes import Sizes
+from bench.gpu_target import Target
+from rawpaged.config import SchedulerConfig
+from rawpaged.engine.engine import Engine
+from rawpaged.engine.model_runner import ModelRunner
+from rawpaged.engine.sampler import SampledToken
+from rawpaged.gpu.backend import CudaBackend
+from rawpaged.gpu.device import numpy_dtype
+from rawpaged.request import Request
+from rawpaged.weights.checkpoint import open_checkpoint
+from rawpaged.weights.loader import load_weights
+from tests.engine.helpers import LLAMA_FAMILY, TINY, golden, request, run
+
+_TOLERANCE = {"float16": 8e-3, "bfloat16": 8e-2}
+"""Of logits, whose standard deviation is 0.6 to 1; as in tests/gpu/test_engine.py."""
+_MAX_MODEL_LEN = 160
+_MOST_TOKENS = 40
+
+
+def check_engine(target: Target, recorder: Recorder, sizes: Sizes) -> None:
+    """Tiny checkpoints of every model there is; simulated only the first of them."""
+    names = LLAMA_FAMILY if sizes.checks_all else LLAMA_FAMILY[:1]
+    most = _MOST_TOKENS if sizes.checks_all else 4
+    for name in names:
+        check = partial(_greedy_ids, target, name, most)
+        recorder.check("engine/greedy ids", {"model": name, "dtype": "float16"}, check)
+    for dtype in _TOLERANCE if sizes.checks_all else ("bfloat16",):
+        check = partial(_prompt_in_chunks, target, dtype)
+        recorder.check("engine/prompt in chunks", {"dtype": dtype}, check)
+    check = partial(_graphs_equal_eager, target)
+    recorder.check("engine/graphs equal eager steps", {"dtype": "bfloat16"}, check)
+
+
+class _Runner(ModelRunner):
+    """Keeps the bytes of the logits that tokens were sampled from; its pool begins as NaN."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.backend, CudaBackend)
+        self.logits: defaultdict[str, list[bytes]] = defaultdict(list)
+        for cache in self.kv_caches:
+            nan = np.full(cache.keys.shape, np.nan, numpy_dtype(self.backend.dtype))
+            for pool in (cache.keys, cache.values):
+                self.backend.device.write(pool, nan)
+        self.backend.device.synchronize()
+
+    def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
+        for each, row in zip(requests, self.backend.download(logits), strict=True):
+            self.logits[each.request_id].append(row.tobytes())
+        return super()._sample(logits, requests)
+
+
+def _engine(
+    target: Target, name: str, dtype: str, *, enforce_eager: bool, budget: int = 64
+) -> tuple[Engine, _Runner]:
+    checkpoint = open_checkpoint(str(TINY / name), progress=False)
+    backend = CudaBackend(target.device, dtype=dtype)
+    runner = _Runner(
+        checkpoint.model_config,
+        load_weights(checkpoint, backend, progress=False),
+        backend,
+        num_blocks=40,
+        block_size=16,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+        max_model_len=_MAX_MODEL_LEN,
+        enforce_eager=enforce_eager,
+    )
+    config = SchedulerConfig(
+        num_blocks=40,
+        block_size=16,
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+    )
+    return Engine(config, runner), runner
+
+
+def _greedy_ids(target: Target, name: str, most: int) -> None:
+    """Up to the first step at which the best two lie nearer than half precision tells apart."""
+    expected = golden(name)
+    near = np.flatnonzero(expected["greedy_margin"] < _TOLERANCE["float16"])
+    count = min(int(near[0]) if len(near) else most, most)
+    engine, _ = _engine(target, name, "float16", enforce_eager=False)
+    prompt = expected["input_ids"][: int(expected["greedy_prompt_len"])].tolist()
+    tokens = run(engine, [request("a", prompt, max_tokens=count)])["a"]
+    engine.close()
+    assert tokens == expected["greedy_ids"][:count].tolist(), f"{tokens=}"
+
+
+def _prompt_in_chunks(target: Target, dtype: str) -> None:
+    expected = golden("llama")
+    engine, runner = _engine(target, "llama", dtype, enforce_eager=True, budget=33)
+    run(engine, [request("a", expected["input_ids"].tolist(), max_tokens=1)])
+    logits = np.frombuffer(runner.logits["a"][0], np.float32)
+    engine.close()
+    error = abs(logits - expected["logits"][-1]).max()
+    assert error < _TOLERANCE[dtype], f"{error=}"
+
+
+def _graphs_equal_eager(target: Target) -> None:
+    prompts = [[(7 * i + j) % 320 for j in range(length)] for i, length in enumerate((3, 20, 40))]
+    logits = []
+    for enforce_eager in (True, False):
+        engine, runner = _engine(target, "llama", "bfloat16", enforce_eager=enforce_eager)
+        run(engine, [request(str(i), p, max_tokens=3 + i) for i, p in enumerate(prompts)])
+        logits.append(dict(runner.logits))
+        engine.close()
+    assert logits[0] == logits[1], "bits of logits differ"

@@ -1,0 +1,76 @@
+"""How much the GPU suite runs: all of it on a GPU, a little of it in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.roofline import LLAMA_3_8B, Model, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Shapes and limits of all stages."""
+
+    model: Model
+    decode_batches: tuple[int, ...]
+    decode_contexts: tuple[int, ...]
+    groups: tuple[int, ...]
+    """Query heads a KV head."""
+    prefills: tuple[Step, ...]
+    matmul_rows: tuple[int, ...]
+    row_counts: tuple[int, ...]
+    """Of the ops on activations and of sampling."""
+    step_batches: tuple[int, ...]
+    step_context: int
+    graph_launches: int
+    copy_bytes: int
+    seconds: float
+    """Of timing, a case."""
+    checks_all: bool
+    """Both types, all tiny models, tens of thousands of draws; else a few."""
+
+
+FULL = Sizes(
+    model=LLAMA_3_8B,
+    decode_batches=(1, 4, 16, 64, 256),
+    decode_contexts=(128, 1024, 4096, 32768),
+    groups=(1, 4, 8),
+    prefills=(
+        Step(1, 512, 512),
+        Step(1, 2048, 2048),
+        Step(1, 8192, 8192),
+        Step(8, 1024, 1024),
+        Step(1, 512, 8192),
+    ),
+    matmul_rows=(1, 2, 4, 8, 16, 32, 128, 512, 2048),
+    row_counts=(1, 8, 64, 2048),
+    step_batches=(1, 8, 64),
+    step_context=1024,
+    graph_launches=300,
+    copy_bytes=1 << 30,
+    seconds=0.1,
+    checks_all=True,
+)
+REDUCED = Sizes(
+    model=Model(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=16,
+    ),
+    decode_batches=(1, 3),
+    decode_contexts=(40, 300),
+    groups=(1, 4, 8),
+    prefills=(Step(1, 24, 24), Step(2, 8, 40)),
+    matmul_rows=(1, 8, 40),
+    row_counts=(1, 4),
+    step_batches=(1, 3),
+    step_context=40,
+    graph_launches=5,
+    copy_bytes=1 << 16,
+    seconds=0.0,
+    checks_all=False,
+)
