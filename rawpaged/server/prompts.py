@@ -11,9 +11,13 @@ from rawpaged.errors import InvalidRequestError
 from rawpaged.server.context import ServerContext
 from rawpaged.server.protocol import MAX_CHOICES, ChatMessage, PromptField
 
-INLINE_CHARACTERS = 4096
-"""Text up to this long is tokenized at once; longer text goes to a thread, so that streams of
-other clients go on meanwhile."""
+INLINE_UNITS = 4096
+"""Characters or token ids that are worked on at once; more go to a thread, so that streams of other
+clients go on meanwhile."""
+MAX_CHAT_TEXTS = 2048
+"""Messages of a conversation, where one in parts counts as many: templates are slow programs."""
+UNITS_PER_CHAT_TEXT = 32
+"""What a template does for a turn, whatever it says, in characters of text."""
 
 T = TypeVar("T")
 
@@ -67,7 +71,7 @@ async def encode_prompts(
             for text in texts
         ]
 
-    return await _run(encode_all, sum(map(len, texts)))
+    return await run_sized(encode_all, sum(map(len, texts)))
 
 
 async def encode_chat(
@@ -80,11 +84,18 @@ async def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered conversation, by default up to where the assistant speaks.
 
-    Raises InvalidRequestError for what the tokenizer or the model's template refuses.
+    Raises InvalidRequestError for too many texts or characters, and for what the tokenizer or the
+    model's template refuses.
     """
     tokenizer = context.require_tokenizer("messages")
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
+    num_texts = sum(message.num_texts for message in messages)
+    if num_texts > MAX_CHAT_TEXTS:
+        raise InvalidRequestError(
+            f"messages holds {num_texts} messages and parts, the limit is {MAX_CHAT_TEXTS}",
+            "messages",
+        )
     num_characters = sum(message.num_characters for message in messages)
     _check_length(context, num_characters, "messages")
     turns = [message.for_template() for message in messages]
@@ -97,7 +108,7 @@ async def encode_chat(
             chat_template_kwargs=chat_template_kwargs,
         )
 
-    return await _run(encode, num_characters)
+    return await run_sized(encode, num_characters + UNITS_PER_CHAT_TEXT * num_texts)
 
 
 def _check_length(context: ServerContext, num_characters: int, name: str) -> None:
@@ -112,7 +123,8 @@ def _check_length(context: ServerContext, num_characters: int, name: str) -> Non
         )
 
 
-async def _run(function: Callable[[], T], num_characters: int) -> T:
-    if num_characters <= INLINE_CHARACTERS:
+async def run_sized(function: Callable[[], T], num_units: int) -> T:
+    """The function's result; it runs in a thread if it has more than INLINE_UNITS to work on."""
+    if num_units <= INLINE_UNITS:
         return function()
     return await asyncio.to_thread(function)

@@ -108,6 +108,11 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return len(self.content)
         return sum(len(part.text) for part in self.content)
 
+    @property
+    def num_texts(self) -> int:
+        """Parts of the message, at least one."""
+        return 1 if isinstance(self.content, str) else max(1, len(self.content))
+
     def for_template(self) -> dict[str, Any]:
         """The message as the tokenizer takes it, without the fields that are null."""
         # OpenAI renamed the system role; the templates of open models know the old name.

@@ -8,10 +8,12 @@ from aiohttp import web
 from rawpaged.errors import InvalidRequestError
 from rawpaged.server.body import json_response, read_body
 from rawpaged.server.context import CONTEXT
-from rawpaged.server.prompts import encode_chat, encode_prompts
+from rawpaged.server.prompts import encode_chat, encode_prompts, run_sized
 from rawpaged.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 
 CHAT_ONLY_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+MAX_DETOKENIZED = 262_144
+"""Token ids of one /detokenize."""
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
@@ -54,14 +56,17 @@ async def tokenize(request: web.Request) -> web.Response:
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
+    token_strs = None
+    if body.return_token_strs:
+        token_strs = await run_sized(
+            lambda: [tokenizer.token_text(token_id) for token_id in token_ids], len(token_ids)
+        )
     return json_response(
         TokenizeResponse(
             count=len(token_ids),
             max_model_len=context.engine.max_model_len,
             tokens=token_ids,
-            token_strs=[tokenizer.token_text(token_id) for token_id in token_ids]
-            if body.return_token_strs
-            else None,
+            token_strs=token_strs,
         )
     )
 
@@ -71,6 +76,10 @@ async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     body = parse_body(await read_body(request), DetokenizeRequest)
     context.check_model(body.model)
+    if len(body.tokens) > MAX_DETOKENIZED:
+        raise InvalidRequestError(
+            f"tokens holds {len(body.tokens)} token ids, the limit is {MAX_DETOKENIZED}", "tokens"
+        )
     vocab_size = context.engine.model_config.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < vocab_size:
@@ -78,6 +87,7 @@ async def detokenize(request: web.Request) -> web.Response:
                 f"token id {token_id} is not between 0 and {vocab_size - 1}", "tokens"
             )
     tokenizer = context.require_tokenizer("tokens")
-    return json_response(
-        DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await run_sized(
+        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), len(body.tokens)
     )
+    return json_response(DetokenizeResponse(text))
