@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rawpaged.errors import CheckpointError
+from rawpaged.models.fields import RepeatedKeyError, json_complaint, show
 
 MAX_JSON_BYTES = 100_000_000
 
@@ -50,7 +51,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"key {key!r} is given twice")
+                raise RepeatedKeyError(f"key {show(key)} is given twice")
             seen.add(key)
     return values
 
@@ -64,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
+        raise CheckpointError(f"{path}: is not valid JSON: {json_complaint(error)}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no JSON object")
     return value

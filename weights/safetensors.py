@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rawpaged.errors import CheckpointError
-from rawpaged.models.fields import show
+from rawpaged.models.fields import json_complaint, show
 from rawpaged.weights.files import map_file, read_json, unique_keys
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -87,7 +87,8 @@ def _read_header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[dict[str, Any
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: header is not valid JSON: {error}") from None
+        complaint = json_complaint(error)
+        raise CheckpointError(f"{path}: header is not valid JSON: {complaint}") from None
     assert isinstance(header, dict)  # it starts with a brace
     return header, 8 + length
 

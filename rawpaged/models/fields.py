@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,19 @@ def show(value: object) -> str:
         return reprlib.repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return f"<{type(value).__name__}>"
+
+
+class RepeatedKeyError(ValueError):
+    """A key stands twice in a JSON object: readers differ in which one they keep."""
+
+
+def json_complaint(error: ValueError | RecursionError) -> str:
+    """Why `json.loads` refused its text, without the interpreter's advice to its programmer."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RepeatedKeyError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "it holds an integer of too many digits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rawpaged.errors import InvalidRequestError
+from rawpaged.models.fields import json_complaint
 
 
 def prepare_messages(
@@ -88,7 +89,8 @@ def _parse_arguments(text: str | None, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{where} is not JSON: {error}", "messages") from error
+        complaint = json_complaint(error)
+        raise InvalidRequestError(f"{where} is not JSON: {complaint}", "messages") from error
     if not isinstance(arguments, dict):
         raise InvalidRequestError(f"{where} must spell a JSON object", "messages")
     return arguments

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from rawpaged.errors import CheckpointError
+from rawpaged.models.fields import json_complaint
 
 MAX_FILE_BYTES = 512 << 20
 """Larger files are refused; the largest vocabularies known take a tenth of that."""
@@ -46,8 +47,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     _check_size(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {json_complaint(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
     return content

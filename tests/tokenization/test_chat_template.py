@@ -235,7 +235,7 @@ def test_tool_call_arguments_become_objects(chat: Tokenizer) -> None:
         ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}],
-            "arguments is not JSON",
+            "arguments is not JSON: it is nested too deeply",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}],

@@ -128,6 +128,10 @@ def test_many_layers_that_are_not_there(llama: Path) -> None:
         ("[]", "no JSON object"),
         ('{"a": 1, "a": 2}', "'a' is given twice"),
         ("{" * 100_000, "not valid JSON"),
+        ('{"a":' * 100_000, "not valid JSON: it is nested too deeply"),
+        ('{"a": ' + "9" * 100_000 + "}", "not valid JSON: it holds an integer of too many digits"),
+        ('{"model_type": "llama", "hidden_size": ' + "9" * 4000 + "}", "hidden_size=99999"),
+        ('{"model_type": "llama", "hidden_size": 1e999}', "hidden_size=inf must be an integer"),
         ('{"architectures": ["BertModel"]}', "'BertModel' is not supported"),
         ('{"model_type": "llama"}', "hidden_size is missing"),
     ],
@@ -137,6 +141,9 @@ def test_bad_configuration(llama: Path, text: str, in_message: str) -> None:
     message = refusal(llama)
     assert message.startswith(f"{llama / 'config.json'}: ")
     assert in_message in message
+    assert len(message) < 300
+    for word in ("recursion", "sys.", "int_max_str"):
+        assert word not in message
 
 
 def test_bad_generation_config(llama: Path) -> None:
