@@ -59,8 +59,9 @@ class LLM:
         """Complete each prompt; results in the order of the prompts.
 
         A prompt is a string or a list of token ids. One SamplingParams serves all prompts, a list
-        must have one for each. The progress bar shows on terminals only. Raises InvalidRequestError before anything runs if any
-        prompt is wrong, RequestFailedError if the engine fails.
+        must have one for each. The progress bar shows on terminals only. Raises
+        InvalidRequestError before anything runs if any prompt is wrong, RequestFailedError if the
+        engine fails.
         """
         prompt_list = _as_list(prompts)
         params_list = _params_list(sampling_params, len(prompt_list))

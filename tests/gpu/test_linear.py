@@ -248,7 +248,7 @@ def test_odd_columns_and_unaligned_results(
 @pytest.mark.parametrize("mode", MODES["bfloat16"], ids=lambda mode: mode.label)
 def test_bits_of_a_row_do_not_depend_on_the_batch(loader: Compiled, mode: Mode) -> None:
     dtype = "bfloat16"
-    table = {
+    table: dict[int, LinearTile] = {
         8: FEW_ROWS_TILES[0],
         32: FEW_ROWS_TILES[5],
         64: GEMM_TILES[0],
