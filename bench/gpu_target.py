@@ -20,7 +20,7 @@ from rawpaged.gpu.device import CudaDevice, Device
 
 _PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numba-cuda", "nvidia-cuda-nvrtc", "torch")
 _QUERY = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
-_CHUNK_ELEMENTS = 15_000_008
+_CHUNK_ELEMENTS = 1_500_008
 """No power of two: an index that has lost its upper bits must not meet the same values."""
 
 
