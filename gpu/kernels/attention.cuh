@@ -16,7 +16,7 @@ KDEV unsigned halves_of_e4m3(unsigned pair) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   const __half2_raw wide =
       __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(pair & 0xffffu), __NV_E4M3);
-  return wide.x | (unsigned)wide.y << 16;
+  return *reinterpret_cast<const unsigned*>(&wide);
 #else
   // Without an instruction for it: e4m3's exponent and mantissa are those of a half that is 2^8 too
   // small, subnormals included; 0x7f, NaN, gets the bit that makes the half's exponent all ones.
@@ -28,17 +28,13 @@ KDEV unsigned halves_of_e4m3(unsigned pair) {
   return *reinterpret_cast<const unsigned*>(&product);
 #endif
 }
-KDEV unsigned from_halves(unsigned halves, const half*) { return halves; }
-KDEV unsigned from_halves(unsigned halves, const bf16*) {
-  float first, second;
-  unpack2(first, second, halves, (const half*)0);
-  return pack2(first, second, (const bf16*)0);
-}
 
 // Two bytes of a cache, the first in the low byte of `pair`, as two elements of T.
 template <typename T>
 KDEV unsigned widen2(unsigned pair, const e4m3*) {
-  return from_halves(halves_of_e4m3(pair), (const T*)0);
+  float first, second;  // for half too: without, ptxas spills a register for sm_100
+  unpack2(first, second, halves_of_e4m3(pair), (const half*)0);
+  return pack2(first, second, (const T*)0);
 }
 template <typename T>
 KDEV unsigned widen2(unsigned pair, const int8*) {

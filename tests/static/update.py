@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.hostsim.wheels import find_cuda_wheels
 from tests.static import nvrtc, sass
-from tests.static.ceilings import Row, Table, read_table, write_table
+from tests.static.ceilings import Row, Table, read_table, violations, write_table
 from tests.static.instances import ARCHS
 from tests.static.measure import measure
 
@@ -74,19 +74,23 @@ def with_table(document: str, table: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
-def main() -> None:
+def main() -> int:
     wheels = find_cuda_wheels()
-    rows = []
+    rows, refused = [], []
     for arch in ARCHS:
         print(f"{arch} ...", file=sys.stderr, flush=True)
         kernels, warnings = measure(arch, wheels)
         rows += [Row.of(kernel) for kernel in kernels]
-        for warning in warnings:
-            print(f"{arch}: {warning}", file=sys.stderr)
+        # Spills and missed launch bounds, which no row allows.
+        refused += [text for kernel in kernels for text in violations(kernel, Row.of(kernel))]
+        refused += [f"{arch}: {warning}" for warning in warnings]
     write_table(nvrtc.nvrtc_version(), rows)
     document = DOCS.read_text(encoding="utf-8")
     DOCS.write_text(with_table(document, table_text(read_table())), encoding="utf-8")
+    for text in refused:
+        print(text, file=sys.stderr)
+    return 1 if refused else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
