@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from rawpaged.backend import AttentionPlan, BatchMeta
-from rawpaged.gpu.attention import AttentionWork, DecodeWork, PagedAttention
+from rawpaged.gpu.attention import PagedAttention
+from rawpaged.gpu.attention_work import AttentionWork, DecodeWork
 from rawpaged.gpu.device import Device
 from rawpaged.gpu.packing import Layout
 

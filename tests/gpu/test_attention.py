@@ -16,7 +16,8 @@ import numpy.typing as npt
 import pytest
 
 from rawpaged.errors import BackendError
-from rawpaged.gpu.attention import AttentionWork, PagedAttention, RaggedBatch, Workspace
+from rawpaged.gpu.attention import PagedAttention, RaggedBatch, Workspace
+from rawpaged.gpu.attention_work import AttentionWork
 from rawpaged.gpu.kv_cache import BLOCK_SIZES, cache_shape
 from tests import reference
 from tests.gpu.caches import NUMPY_TYPES, dequantised, poisoned_pool, quantised, raw

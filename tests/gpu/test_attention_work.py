@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 
 from rawpaged.errors import BackendError
-from rawpaged.gpu.attention import (
-    AttentionWork,
-    PrefillTile,
-    head_tiles,
-    max_decode_items,
-    split_work,
-)
+from rawpaged.gpu.attention import PrefillTile, head_tiles
+from rawpaged.gpu.attention_work import AttentionWork, max_decode_items, split_work
 from rawpaged.gpu.kv_cache import HEAD_DIMS
 
 MOST_SHARED_BYTES = 99 * 1024
