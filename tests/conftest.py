@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,13 @@ __all__ = ["cuda_wheels", "host_loader"]
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = GOLDEN / "tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Shells start background jobs with SIGINT ignored, and children inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

@@ -37,8 +37,12 @@ def signal_handlers() -> list[Any]:
     return [signal.getsignal(number) for number in signal.valid_signals()]
 
 
-def test_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a progress bar, and with helpers of the kernels."""
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_is_left(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a progress bar, which only a terminal shows, and with helpers of the kernels."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     threads, children = set(threading.enumerate()), child_processes()
     handlers = signal_handlers()
     with LLM(tiny_config(num_threads=3)) as llm:
@@ -47,7 +51,7 @@ def test_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(threading.enumerate()) == threads
     assert child_processes() == children
     assert signal_handlers() == handlers
-    assert "2/2" in capsys.readouterr().err
+    assert ("2/2" in capsys.readouterr().err) == terminal
 
 
 def test_memory_is_given_back() -> None:
