@@ -56,11 +56,6 @@ class ModelConfig:
     eos_token_ids: frozenset[int] = frozenset()
 
     @property
-    def kv_elements_per_token(self) -> int:
-        """Keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-    @property
     def num_parameters(self) -> int:
         """Weights and biases, a tied embedding counted once."""
         qkv_size = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
