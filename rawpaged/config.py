@@ -99,6 +99,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value} must not be negative")
         if not self.model:
             raise ConfigError("model is empty")
+        if self.seed != 0 and self.load_format != "dummy":
+            raise ConfigError(
+                f"seed={self.seed} is for load_format='dummy'; requests carry seeds of their own"
+            )
         self._check_device()
 
     def _check_device(self) -> None:

@@ -430,6 +430,7 @@ def test_the_environment_gives_the_api_key(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (["--memory", "1GB", "--kv-cache-memory-bytes", "2GB"], "memory and kv_cache_memory_bytes"),
         (["--memory", "1GB", "--num-gpu-blocks-override", "5"], "memory and num_gpu_blocks"),
+        (["--revision", "v1"], "revision='v1' is for hub ids"),
         (["--mean-len", "999999"], "mean_len=999999 is more than max_model_len=512"),
         (["--num-gpu-blocks-override", "99999999999"], "must be below 2**31"),
     ],

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rawpaged.errors import CheckpointError
+from rawpaged.errors import CheckpointError, ConfigError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.hf_config import parse_hf_config
 from rawpaged.weights.builtin import BUILTIN_MODELS, fetch_builtin
@@ -76,6 +76,8 @@ def _locate(
     if "\0" in model:
         raise CheckpointError(f"model {model!r} holds a null character")
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
+    if revision is not None and (os.path.lexists(path) or model in BUILTIN_MODELS):
+        raise ConfigError(f"revision={revision!r} is for hub ids, which {model!r} is not")
     if os.path.lexists(path):
         with os_errors_as_checkpoint_errors(model):
             return path if path.is_dir() else _model_file(path)

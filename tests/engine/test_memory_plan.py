@@ -177,6 +177,7 @@ def test_size_in_words(num_bytes: int, text: str) -> None:
     [
         ({"dtype": "float16"}, "dtype='float16' is not one of bfloat16, float32"),
         ({"device": "cuda", "dtype": "float32"}, "dtype='float32' is not one of bfloat16, float16"),
+        ({"seed": 7}, "seed=7 is for load_format='dummy'"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is for device='cuda'"),
         ({"device": "cuda", "gpu_memory_utilization": 1.5}, "must be in"),
         ({"device": "cuda", "gpu_memory_utilization": float("nan")}, "must be in"),
