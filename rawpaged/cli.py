@@ -167,6 +167,11 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="let clients start and stop profiles, whose traces are written here; default: off",
     )
+    parser.add_argument(
+        "--enable-admin-routes",
+        action="store_true",
+        help="let clients look into the engine and change it for everybody; default: off",
+    )
 
 
 def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +278,7 @@ def _serve(args: argparse.Namespace) -> int:
             stats=stats,
             api_key=args.api_key,
             profiler_dir=profiler_dir,
+            enable_admin_routes=args.enable_admin_routes,
         )
         run_server(
             app,

@@ -40,11 +40,13 @@ def create_app(
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     profiler_dir: Path | None = None,
+    enable_admin_routes: bool = False,
 ) -> web.Application:
     """An application that serves `engine` under every one of the names.
 
     `stats` is the engine's logger, shown at /metrics. With a `profiler_dir`, which has to be
-    there, clients may start and stop profiles. The engine stays the caller's to close. Run the
+    there, clients may start and stop profiles; with `enable_admin_routes` they may use those that
+    `ServerContext.require_admin` guards. The engine stays the caller's to close. Run the
     application with `run_server`, or with a runner made with `handler_cancellation=True`, without
     which requests of clients that went away run to their end. Raises ConfigError.
     """
@@ -63,6 +65,7 @@ def create_app(
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         profiler_dir=profiler_dir,
+        enable_admin_routes=enable_admin_routes,
         created=int(time.time()),
     )
     app.on_response_prepare.append(add_headers)

@@ -30,6 +30,8 @@ class ServerContext:
     max_body_bytes: int
     profiler_dir: Path | None
     """Where traces are written; None: the profiling routes are off."""
+    enable_admin_routes: bool
+    """Whether clients may use routes that look into the engine or change it for everybody."""
     created: int
     """Unix time of the start, shown as the models' age."""
 
@@ -49,6 +51,13 @@ class ServerContext:
                 code="model_not_found",
             )
         return name
+
+    def require_admin(self) -> None:
+        """Raises HttpError 404 unless the server was started with --enable-admin-routes."""
+        if not self.enable_admin_routes:
+            raise HttpError(
+                404, "admin routes are off: start the server with --enable-admin-routes"
+            )
 
     def require_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer; without one the field `param` cannot be honoured."""
