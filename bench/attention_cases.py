@@ -1,4 +1,4 @@
-"""Cases of the ops on the paged KV cache: writing to it, decoding and prefilling over it."""
+"""Cases of the ops on the paged KV cache: writing to it, copying it, decoding and prefilling."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_POOL_BYTES = 2**30
 
 
 def attention_cases(model: ModelConfig, rows: int, contexts: list[int], dtype: str) -> list[OpCase]:
-    """`rows` tokens written, decoded (a request each) and prefilled (of one request)."""
-    cases = [_store_kv(model, rows, dtype)]
+    """`rows` tokens written, decoded (a request each) and prefilled (of one); blocks copied."""
+    cases = [_store_kv(model, rows, dtype), _copy_blocks(model, rows, dtype)]
     token_bytes = _kv_bytes_per_token(model, dtype)
     for context in contexts:
         if rows * context * token_bytes <= MAX_POOL_BYTES:
@@ -84,6 +84,38 @@ def _store_kv(model: ModelConfig, rows: int, dtype: str) -> OpCase:
         name="store_kv",
         rows=rows,
         num_bytes=rows * (_kv_bytes_per_token(model, dtype) + 8 * shape[0] * shape[1]),
+        num_flops=0,
+        stored=True,
+        prepare=prepare,
+    )
+
+
+def _copy_blocks(model: ModelConfig, rows: int, dtype: str) -> OpCase:
+    """`rows` blocks of one layer, to other blocks of the same pool."""
+    shape = (model.num_kv_heads, model.head_dim)
+    num_bytes = rows * 2 * BLOCK_SIZE * _kv_bytes_per_token(model, dtype)
+
+    def prepare(backend: Backend, rng: np.random.Generator) -> Prepared:
+        sets = cold_copies(num_bytes)
+        cache = backend.new_kv_cache(2 * sets * rows, *shape, BLOCK_SIZE)
+        keys = normal(rng, 2 * sets * rows * BLOCK_SIZE, *shape)
+        backend.store_kv(cache, keys, -keys, np.arange(len(keys)))
+        pairs = rng.permutation(2 * sets * rows).reshape(sets, rows, 2).astype(np.int64)
+
+        def check() -> None:
+            before = [backend.download(pool).copy() for pool in (cache.keys, cache.values)]
+            backend.copy_blocks([cache], [cache], pairs[0])
+            for pool, old in zip((cache.keys, cache.values), before, strict=True):
+                old[pairs[0][:, 1]] = old[pairs[0][:, 0]]
+                np.testing.assert_array_equal(backend.download(pool), old)
+
+        return Prepared([partial(backend.copy_blocks, [cache], [cache], p) for p in pairs], check)
+
+    return OpCase(
+        op="copy_blocks",
+        name="copy_blocks",
+        rows=rows,
+        num_bytes=num_bytes,
         num_flops=0,
         stored=True,
         prepare=prepare,

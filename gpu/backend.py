@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -18,10 +18,12 @@ from rawpaged.backend import (
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
+    check_block_pairs,
 )
 from rawpaged.errors import BackendError
 from rawpaged.gpu.activation import SiluAndMul
 from rawpaged.gpu.attention import PagedAttention, Workspace
+from rawpaged.gpu.block_copy import CopyBlocks
 from rawpaged.gpu.device import Device
 from rawpaged.gpu.embedding import Embedding
 from rawpaged.gpu.gather import GatherRows
@@ -68,6 +70,7 @@ class CudaBackend:
         self._rope = Rope(device)
         self._silu_and_mul = SiluAndMul(device)
         self._edit_logits = EditLogits(device)
+        self._copy_blocks = CopyBlocks(device)
 
     # Memory
 
@@ -102,6 +105,17 @@ class CudaBackend:
         return KVCache(
             keys=self.device.empty(shape, self.dtype),
             values=self.device.empty(shape, self.dtype),
+            block_size=block_size,
+        )
+
+    def new_host_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        check_cache_shape(head_dim, block_size)
+        shape = cache_shape(num_blocks, num_kv_heads, head_dim, block_size)
+        return KVCache(
+            keys=self.device.pinned(shape, self.dtype),
+            values=self.device.pinned(shape, self.dtype),
             block_size=block_size,
         )
 
@@ -188,6 +202,20 @@ class CudaBackend:
                 block_size=cache.block_size,
             )
         self._stores[key](cache.keys, cache.values, keys, values, slot_mapping)
+
+    def copy_blocks(
+        self,
+        targets: Sequence[KVCache],
+        sources: Sequence[KVCache],
+        pairs: npt.NDArray[np.int64],
+    ) -> None:
+        check_block_pairs(targets, sources, pairs)
+        if len(pairs) > 0:
+            self._copy_blocks(
+                [pool for cache in targets for pool in (cache.keys, cache.values)],
+                [pool for cache in sources for pool in (cache.keys, cache.values)],
+                self.device.upload(pairs),
+            )
 
     def paged_attention(
         self,

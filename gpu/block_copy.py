@@ -1,7 +1,11 @@
-"""Copies of whole KV blocks, within a pool or from one to another on the same device."""
+"""Copies of whole KV blocks, within a pool or from one to another.
+
+A pool may be pinned host memory, which the kernel reads and writes through unified addressing.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +39,7 @@ class CopyBlocks:
         )
         for target, source in zip(targets, sources, strict=True):
             to, origin = array_info(target), array_info(source)
-            block_bytes = origin.itemsize * int(np.prod(origin.shape[1:]))
+            block_bytes = origin.itemsize * math.prod(origin.shape[1:])
             check(
                 to.is_contiguous
                 and origin.is_contiguous
@@ -51,4 +55,4 @@ class CopyBlocks:
 
 def _as_words(pool: Any) -> Any:
     """u64[num_blocks, words of a block] over the same memory."""
-    return pool.reshape((pool.shape[0], -1)).view(np.uint64)
+    return pool.reshape((pool.shape[0], math.prod(pool.shape[1:]))).view(np.uint64)

@@ -6,6 +6,7 @@ and runs kernels in a simulator, so that everything above this module runs witho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -51,6 +52,10 @@ class Device(Protocol):
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+    def pinned(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An array in pinned host memory that kernels read and write as if it were the device's."""
+        ...
+
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """A copy on the device; the caller may change the original afterwards."""
         ...
@@ -117,6 +122,17 @@ class CudaDevice:
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         with self._device, self._stream:
             return self._cupy.empty(shape, numpy_dtype(dtype))
+
+    def pinned(self, shape: tuple[int, ...], dtype: str) -> Any:
+        element = numpy_dtype(dtype)
+        nbytes = math.prod(shape) * element.itemsize
+        cuda = self._cupy.cuda
+        with self._device:
+            # Not alloc_pinned_memory: its pool rounds up to a power of two and keeps what is freed.
+            memory = cuda.PinnedMemory(nbytes)
+            # It has one address for host and device, as addressing is unified on 64-bit systems.
+            unowned = cuda.UnownedMemory(int(memory), nbytes, memory, self._device.id)
+            return self._cupy.ndarray(shape, element, cuda.MemoryPointer(unowned, 0))
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
         target = self.empty(array.shape, array.dtype.name)

@@ -9,7 +9,7 @@ the rest of the batch. Model code slices and reshapes arrays and calls ops; it d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -175,6 +175,15 @@ class Backend(Protocol):
         """One layer's pool. Raises BackendError when the block size is not supported."""
         ...
 
+    def new_host_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        """One layer's pool in host memory, laid out like `new_kv_cache`'s, for `copy_blocks` alone.
+
+        On a GPU it is pinned: the host cannot swap it out, and it is taken at once, all of it.
+        """
+        ...
+
     def memory_info(self) -> tuple[int, int]:
         """(available, total) bytes of the device's memory."""
         ...
@@ -235,6 +244,20 @@ class Backend(Protocol):
         """Write views act[n, num_kv_heads, head_dim] to the slots."""
         ...
 
+    def copy_blocks(
+        self,
+        targets: Sequence[KVCache],
+        sources: Sequence[KVCache],
+        pairs: npt.NDArray[np.int64],
+    ) -> None:
+        """Copy keys and values of whole blocks: for every layer, block dst of its target = block
+        src of its source, for (src, dst) in pairs i64[n, 2], which is on the host.
+
+        A pool is a device's or a host's (`new_host_kv_cache`). A target may be its own source. No
+        block is written twice or both read and written: raises ValueError (`check_block_pairs`).
+        """
+        ...
+
     def paged_attention(
         self,
         out: Any,
@@ -269,3 +292,24 @@ class Backend(Protocol):
     ) -> TokenLogprobRows:
         """Log-probabilities of the given tokens and of the k likeliest, by row."""
         ...
+
+
+def check_block_pairs(
+    targets: Sequence[KVCache], sources: Sequence[KVCache], pairs: npt.NDArray[np.int64]
+) -> None:
+    """Raise ValueError unless `copy_blocks` may run: it writes wherever `pairs` says, unasked."""
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype != np.int64:
+        raise ValueError(f"pairs are i64[n, 2], not {pairs.dtype}{list(pairs.shape)}")
+    if len(targets) != len(sources):
+        raise ValueError(f"{len(targets)} target layers and {len(sources)} source layers")
+    if len(pairs) == 0:
+        return
+    for caches, ids, role in ((sources, pairs[:, 0], "source"), (targets, pairs[:, 1], "target")):
+        num_blocks = min((cache.keys.shape[0] for cache in caches), default=0)
+        if ids.min() < 0 or ids.max() >= num_blocks:
+            raise ValueError(f"{role} blocks {ids.tolist()} are not all in [0, {num_blocks})")
+    if len(np.unique(pairs[:, 1])) < len(pairs):
+        raise ValueError(f"a block is written twice: {pairs.tolist()}")
+    within = {id(cache.keys) for cache in targets} & {id(cache.keys) for cache in sources}
+    if within and len(np.intersect1d(pairs[:, 0], pairs[:, 1])) > 0:
+        raise ValueError(f"a block is both read and written: {pairs.tolist()}")

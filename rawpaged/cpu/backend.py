@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ from rawpaged.backend import (
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
+    check_block_pairs,
 )
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.activation import silu_and_mul_rows
 from rawpaged.cpu.attention import AttentionWork, attention_tasks, split_work
-from rawpaged.cpu.kv_cache import store_kv_rows
+from rawpaged.cpu.kv_cache import as_words, copy_block_pairs, store_kv_rows
 from rawpaged.cpu.linear import PackedLinear, embed_rows, linear_panels, pack_linear
 from rawpaged.cpu.memory import memory_info
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
@@ -39,6 +40,8 @@ _LINEAR_GRAIN_BYTES = 2 << 20
 """Weights in a share, at least, where reading them is what takes the time."""
 _LINEAR_GRAIN_PRODUCTS = 2 << 20
 """Multiply-adds in a share, at least, where they are."""
+_COPY_GRAIN_BYTES = 512 << 10
+"""Bytes copied in a share, at least."""
 
 
 class CpuBackend:
@@ -81,6 +84,11 @@ class CpuBackend:
         self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> KVCache:
         return kv_cache.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size, self.dtype)
+
+    def new_host_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        return self.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
 
     def memory_info(self) -> tuple[int, int]:
         return memory_info()
@@ -175,6 +183,26 @@ class CpuBackend:
             cache=cache.keys,
         )
         self._rows(store_kv_rows, keys, cache.keys, cache.values, keys, values, slot_mapping)
+
+    def copy_blocks(
+        self,
+        targets: Sequence[KVCache],
+        sources: Sequence[KVCache],
+        pairs: npt.NDArray[np.int64],
+    ) -> None:
+        check_block_pairs(targets, sources, pairs)
+        for target, source in zip(targets, sources, strict=True):
+            for to, origin in ((target.keys, source.keys), (target.values, source.values)):
+                _check(
+                    to.shape[1:] == origin.shape[1:] and to.dtype == origin.dtype,
+                    target=to,
+                    source=origin,
+                )
+                to_words, origin_words = as_words(to), as_words(origin)
+                grain = max(1, _COPY_GRAIN_BYTES // max(1, origin_words.strides[0]))
+                self._team.run(
+                    copy_block_pairs, len(pairs), to_words, origin_words, pairs, grain=grain
+                )
 
     def paged_attention(
         self,

@@ -8,7 +8,11 @@ Elements are float32, or bfloat16 held in uint16. A block is what moves, is shar
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from rawpaged.backend import KVCache
 from rawpaged.cpu.compiling import kernel
@@ -54,3 +58,18 @@ def store_kv_rows(cache_keys, cache_values, keys, values, slot_mapping, start, s
             for i in range(keys.shape[2]):
                 cache_keys[block, h, i, offset] = stored_like(keys[t, h, i], cache_keys)
                 cache_values[block, h, offset, i] = stored_like(values[t, h, i], cache_values)
+
+
+def as_words(pool: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """u64[num_blocks, words of a block] over the same memory; blocks are 16 elements and more."""
+    return pool.reshape((len(pool), math.prod(pool.shape[1:]))).view(np.uint64)
+
+
+@kernel
+def copy_block_pairs(target, source, pairs, start, stop):
+    """target[dst] = source[src] for the pairs (src, dst) in [start, stop), in words."""
+    for j in range(start, stop):
+        to = target[pairs[j, 1]]
+        origin = source[pairs[j, 0]]
+        for i in range(origin.shape[0]):
+            to[i] = origin[i]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,11 @@ class TracedBackend:
     ) -> KVCache:
         return self._inner.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
 
+    def new_host_kv_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        return self._inner.new_host_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
+
     def memory_info(self) -> tuple[int, int]:
         return self._inner.memory_info()
 
@@ -127,6 +132,16 @@ class TracedBackend:
         args = {"keys": keys.shape, "block_size": cache.block_size}
         with self._op("store_kv", keys.shape, args):
             self._inner.store_kv(cache, keys, values, slot_mapping)
+
+    def copy_blocks(
+        self,
+        targets: Sequence[KVCache],
+        sources: Sequence[KVCache],
+        pairs: npt.NDArray[np.int64],
+    ) -> None:
+        args = {"pairs": pairs.shape, "num_layers": len(targets)}
+        with self._op("copy_blocks", pairs.shape[:1], args):
+            self._inner.copy_blocks(targets, sources, pairs)
 
     def paged_attention(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.request import Request
 from rawpaged.sampling_params import SamplingParams
@@ -25,3 +27,12 @@ def warm_up(runner: ModelRunner) -> None:
             "warm-up", (0,) * num_tokens, start=0, block_table=(0,), samples=True
         )
         runner.execute(SchedulerOutput((chunk,), ()), {"warm-up": request})
+    _copy_a_block(runner)
+
+
+def _copy_a_block(runner: ModelRunner) -> None:
+    """Copy block 0 of the first layer to the host; copies of other pools use the same kernel."""
+    host = runner.backend.new_host_kv_cache(
+        1, runner.config.num_kv_heads, runner.config.head_dim, runner.block_size
+    )
+    runner.backend.copy_blocks([host], runner.kv_caches[:1], np.zeros((1, 2), np.int64))

@@ -54,6 +54,9 @@ class HostDevice:
             array[...] = np.nan
         return array
 
+    def pinned(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        return self.empty(shape, dtype)
+
     def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.array(array)
 
