@@ -37,6 +37,13 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._hash_of_block: dict[int, bytes] = {}
         self._block_of_hash: dict[bytes, int] = {}
+        # Kept along, so that telling them takes no walk over the pool.
+        self.num_refs = 0
+        """Sum of all reference counts."""
+        self.num_shared_blocks = 0
+        """Blocks with more than one reference."""
+        self.num_evictions = 0
+        """Cached blocks that were given away, since construction."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -62,6 +69,10 @@ class BlockPool:
         """The hash under which the block is published, if it is."""
         return self._hash_of_block.get(block_id)
 
+    def published_blocks(self) -> list[int]:
+        """All blocks, used or cached, that a prefix hit would find; in no order."""
+        return list(self._hash_of_block)
+
     def take_order(self) -> list[int]:
         """All takeable blocks, the next to be given away first. For tests and debugging."""
         return [*reversed(self._free), *self._cached]
@@ -74,11 +85,13 @@ class BlockPool:
             block_id = self._free.pop() if self._free else self._evict()
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
+        self.num_refs += num_blocks
         return block_ids
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
         del self._block_of_hash[self._hash_of_block.pop(block_id)]
+        self.num_evictions += 1
         return block_id
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -87,12 +100,16 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 del self._cached[block_id]
             self._ref_counts[block_id] += 1
+            self.num_refs += 1
+            self.num_shared_blocks += self._ref_counts[block_id] == 2
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drops one reference of each, in the order given, which becomes the eviction order."""
         for block_id in block_ids:
             assert self._ref_counts[block_id] > 0, f"{block_id=} is freed but not used"
             self._ref_counts[block_id] -= 1
+            self.num_refs -= 1
+            self.num_shared_blocks -= self._ref_counts[block_id] == 1
             if self._ref_counts[block_id] > 0:
                 continue
             if block_id in self._hash_of_block:
@@ -144,3 +161,6 @@ class BlockPool:
         assert self.num_used_blocks == len(occurrences), (
             f"{self.num_used_blocks=} but block tables hold {len(occurrences)} different blocks"
         )
+        assert self.num_refs == sum(self._ref_counts), f"{self.num_refs=} {self._ref_counts=}"
+        num_shared = sum(ref_count > 1 for ref_count in self._ref_counts)
+        assert self.num_shared_blocks == num_shared, f"{self.num_shared_blocks=} {num_shared=}"

@@ -5,6 +5,7 @@ test_machines.py runs them on the code as it is, test_planted_faults.py on broke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.lru: list[int] = []
         """Cached blocks, the next to be evicted first."""
         self.hashes: dict[int, bytes] = {}
+        self.num_evictions = 0
 
     @rule(num_blocks=st.integers(0, 3))
     def take(self, num_blocks: int) -> None:
@@ -43,6 +45,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.pool.take(num_blocks)
             return
         taken = order[:num_blocks]
+        self.num_evictions += len(set(taken) & set(self.lru))
         assert self.pool.take(num_blocks) == taken
         for block_id in taken:
             self.hashes.pop(block_id, None)
@@ -96,6 +99,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert pool.num_free_blocks == len(self.unhashed)
         assert pool.num_cached_blocks == len(self.lru)
         assert pool.num_used_blocks == len({b for table in self.tables for b in table})
+        assert pool.num_evictions == self.num_evictions
+        assert pool.num_refs == sum(map(len, self.tables))
+        refs = Counter(b for table in self.tables for b in table)
+        assert pool.num_shared_blocks == sum(count > 1 for count in refs.values())
+        assert set(pool.published_blocks()) == set(self.hashes)
         for block_id in range(pool.num_blocks):
             assert pool.ref_count(block_id) == sum(t.count(block_id) for t in self.tables)
             assert pool.block_hash(block_id) == self.hashes.get(block_id)

@@ -28,6 +28,8 @@ SETTINGS = settings(
 )
 
 free_rightly = BlockPool.free
+touch_rightly = BlockPool.touch
+evict_rightly = BlockPool._evict
 cache_block_rightly = BlockPool.cache_block
 release_rightly = KVCacheManager.free
 preempt_rightly = Scheduler._preempt
@@ -42,15 +44,19 @@ def free_one_block_too_few(pool: BlockPool, block_ids: Iterable[int]) -> None:
 def free_with_a_reference_left(pool: BlockPool, block_ids: Iterable[int]) -> None:
     for block_id in block_ids:
         pool._ref_counts[block_id] -= 1
+        pool.num_refs -= 1
+        pool.num_shared_blocks -= pool._ref_counts[block_id] == 1
         if pool._ref_counts[block_id] <= 1:
             pool._free.append(block_id)
 
 
 def evict_but_keep_the_hash(pool: BlockPool) -> int:
+    pool.num_evictions += 1
     return pool._cached.popitem(last=False)[0]
 
 
 def evict_the_most_recent(pool: BlockPool) -> int:
+    pool.num_evictions += 1
     block_id, _ = pool._cached.popitem(last=True)
     del pool._block_of_hash[pool._hash_of_block.pop(block_id)]
     return block_id
@@ -59,6 +65,20 @@ def evict_the_most_recent(pool: BlockPool) -> int:
 def touch_but_leave_evictable(pool: BlockPool, block_ids: Iterable[int]) -> None:
     for block_id in block_ids:
         pool._ref_counts[block_id] += 1
+        pool.num_refs += 1
+        pool.num_shared_blocks += pool._ref_counts[block_id] == 2
+
+
+def touch_without_counting_the_share(pool: BlockPool, block_ids: Iterable[int]) -> None:
+    num_shared = pool.num_shared_blocks
+    touch_rightly(pool, block_ids)
+    pool.num_shared_blocks = num_shared
+
+
+def evict_without_counting(pool: BlockPool) -> int:
+    block_id = evict_rightly(pool)
+    pool.num_evictions -= 1
+    return block_id
 
 
 def publish_over_the_first(pool: BlockPool, block_id: int, block_hash: bytes) -> None:
@@ -72,6 +92,8 @@ POOL_FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (BlockPool, "_evict", evict_but_keep_the_hash),
     (BlockPool, "_evict", evict_the_most_recent),
     (BlockPool, "touch", touch_but_leave_evictable),
+    (BlockPool, "touch", touch_without_counting_the_share),
+    (BlockPool, "_evict", evict_without_counting),
     (BlockPool, "cache_block", publish_over_the_first),
 ]
 
