@@ -13,12 +13,17 @@ from rawpaged.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from rawpaged.engine.async_engine import AsyncEngine
     from rawpaged.engine.llm import LLM
+    from rawpaged.scheduler.kv_stats import KVStats
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "AsyncEngine", "RequestOutputKind", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "KVStats", "RequestOutputKind", "SamplingParams", "__version__"]
 
-_LAZY = {"LLM": "rawpaged.engine.llm", "AsyncEngine": "rawpaged.engine.async_engine"}
+_LAZY = {
+    "LLM": "rawpaged.engine.llm",
+    "AsyncEngine": "rawpaged.engine.async_engine",
+    "KVStats": "rawpaged.scheduler.kv_stats",
+}
 
 
 def __getattr__(name: str) -> Any:

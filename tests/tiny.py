@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from rawpaged import LLM, AsyncEngine
 from rawpaged.config import EngineConfig
 from rawpaged.engine.engine import Engine
-from rawpaged.engine.stats import RequestStats, StepStats
+from rawpaged.engine.stats import EngineLimits, RequestStats, StepStats
 
 LLAMA = str(Path(__file__).parent / "golden" / "tiny" / "llama")
 VOCAB_SIZE = 320
@@ -73,10 +73,14 @@ class Records:
     """A StatsLogger that keeps everything."""
 
     def __init__(self) -> None:
+        self.limits: list[EngineLimits] = []
         self.steps: list[StepStats] = []
         self.requests: list[RequestStats] = []
         self.first_tokens: list[float] = []
         self.inter_token_latencies: list[float] = []
+
+    def record_start(self, limits: EngineLimits) -> None:
+        self.limits.append(limits)
 
     def record_step(self, stats: StepStats) -> None:
         self.steps.append(stats)
@@ -94,7 +98,7 @@ class Records:
     def is_idle(self) -> bool:
         """Whether nothing runs, waits or holds a block."""
         last = self.steps[-1]
-        return last.num_running == last.num_waiting == last.num_used_blocks == 0
+        return last.num_running == last.num_waiting == last.kv.num_used_blocks == 0
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:

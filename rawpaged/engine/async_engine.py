@@ -17,6 +17,7 @@ from rawpaged.engine.profiling import Profile, ProfileOptions
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
+from rawpaged.scheduler.kv_stats import KVStats
 
 
 class AsyncEngine:
@@ -96,6 +97,10 @@ class AsyncEngine:
         EngineClosedError.
         """
         return await asyncio.wrap_future(self._thread.stop_profile())
+
+    async def kv_stats(self) -> KVStats:
+        """The KV pool in numbers, when the step that runs is over. Raises EngineClosedError."""
+        return await asyncio.wrap_future(self._thread.kv_stats())
 
     def close(self) -> None:
         """End all requests with finish_reason "abort", stop the thread, free all memory."""

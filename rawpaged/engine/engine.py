@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.model_runner import ModelRunner, StepResult
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
-from rawpaged.engine.stats import RequestStats, StatsLogger, StepStats
+from rawpaged.engine.stats import EngineLimits, RequestStats, StatsLogger, StepStats
 from rawpaged.engine.step_label import step_args, step_label
 from rawpaged.request import FinishReason, Request
 from rawpaged.scheduler.output import SchedulerOutput
@@ -65,7 +65,9 @@ class Engine:
         self._stats_logger = stats_logger
         self._requests: dict[str, Request] = {}
         self._progress: dict[str, _Progress] = {}
-        self._counted = (0, 0, 0, 0, 0)
+        self._counted = (0, 0)
+        if stats_logger is not None:
+            stats_logger.record_start(self._limits())
 
     def set_tracer(self, tracer: Tracer) -> None:
         """Tell of everything that happens in a step to `tracer`; to be called between steps."""
@@ -221,14 +223,8 @@ class Engine:
         if self._stats_logger is None:
             return
         s = self.scheduler
-        totals = (
-            s.num_prompt_tokens,
-            s.num_generation_tokens,
-            s.num_preemptions,
-            s.prefix_cache_queries,
-            s.prefix_cache_hits,
-        )
-        prompt, generation, preemptions, queries, hits = (
+        totals = (s.num_prompt_tokens, s.num_generation_tokens)
+        prompt, generation = (
             now - before for now, before in zip(totals, self._counted, strict=True)
         )
         self._counted = totals
@@ -236,15 +232,23 @@ class Engine:
             StepStats(
                 num_running=s.num_running,
                 num_waiting=s.num_waiting,
-                num_blocks=s.config.num_blocks,
-                num_used_blocks=s.num_used_blocks,
-                num_cached_blocks=s.num_cached_blocks,
+                kv=s.kv_stats(),
                 num_prompt_tokens=prompt,
                 num_generation_tokens=generation,
-                num_preemptions=preemptions,
-                prefix_cache_queries=queries,
-                prefix_cache_hits=hits,
             )
+        )
+
+    def _limits(self) -> EngineLimits:
+        config, backend = self.scheduler.config, self.runner.backend
+        return EngineLimits(
+            device=backend.name,
+            dtype=backend.dtype,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
 
 

@@ -17,6 +17,7 @@ from rawpaged.engine.output_processor import OutputProcessor, Submission, sample
 from rawpaged.engine.profiling import Profile, ProfileOptions, Profiler
 from rawpaged.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from rawpaged.request import FinishReason, Request
+from rawpaged.scheduler.kv_stats import KVStats
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,12 @@ class EngineThread:
         stopped: Future[Profile] = Future()
         self._put(_Call(self._profiler.stop, stopped))
         return stopped
+
+    def kv_stats(self) -> Future[KVStats]:
+        """The KV pool in numbers, taken between steps. Raises EngineClosedError."""
+        stats: Future[KVStats] = Future()
+        self._put(_Call(self._engine.scheduler.kv_stats, stats))
+        return stats
 
     def close(self) -> None:
         """Abort what runs, end the thread and free the engine; may be called again."""

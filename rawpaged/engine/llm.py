@@ -18,6 +18,7 @@ from rawpaged.errors import InvalidRequestError
 from rawpaged.outputs import RequestOutput
 from rawpaged.progress import ProgressBar
 from rawpaged.sampling_params import RequestOutputKind, SamplingParams
+from rawpaged.scheduler.kv_stats import KVStats
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -139,6 +140,10 @@ class LLM:
         EngineClosedError.
         """
         return self._thread.stop_profile().result()
+
+    def kv_stats(self) -> KVStats:
+        """The KV pool in numbers, when the step that runs is over. Raises EngineClosedError."""
+        return self._thread.kv_stats().result()
 
     def close(self) -> None:
         """Abort what runs, end the engine's threads and free the memory."""

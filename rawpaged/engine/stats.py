@@ -1,30 +1,38 @@
-"""What the engine tells whoever counts: one protocol, two records."""
+"""What the engine tells whoever counts: one protocol, three records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from rawpaged.scheduler.kv_stats import KVStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What an engine was started with, for whoever shows it."""
+
+    device: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """Gauges after one step, and counts of what happened in it."""
+    """Queues and KV pool after one step, and what it computed."""
 
     num_running: int
     num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
-    """Held by at least one request."""
-    num_cached_blocks: int
-    """Held by none, but kept for prefix hits until evicted; the rest is free."""
+    kv: KVStats
+    """Its totals are those since the engine was made."""
     num_prompt_tokens: int
     """Prompt tokens computed, recomputation after preemption included."""
     num_generation_tokens: int
-    num_preemptions: int
-    prefix_cache_queries: int
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_cache_hits: int
-    """Of those, tokens found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +53,9 @@ class RequestStats:
 
 
 class StatsLogger(Protocol):
-    """Called on the engine's thread; must not block."""
+    """Called on the engine's thread, but for `record_start`, which comes first; must not block."""
 
+    def record_start(self, limits: EngineLimits) -> None: ...
     def record_step(self, stats: StepStats) -> None: ...
     def record_first_token(self, seconds: float) -> None: ...
     def record_inter_token_latency(self, seconds: float) -> None: ...

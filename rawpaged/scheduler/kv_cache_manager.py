@@ -86,6 +86,11 @@ class KVCacheManager:
         """The request's blocks, in token order."""
         return tuple(self._allocations[request_id].block_table)
 
+    def unfilled_blocks(self, request: Request) -> list[int]:
+        """The end of the request's block table that its computed tokens do not fill."""
+        allocation = self._allocations[request.request_id]
+        return allocation.block_table[request.num_computed_tokens // self.block_size :]
+
     def publish(self, request: Request) -> None:
         """Lets others find the request's full blocks below num_computed_tokens.
 

@@ -15,6 +15,7 @@ from rawpaged.config import SchedulerConfig
 from rawpaged.errors import InvalidRequestError
 from rawpaged.request import FinishReason, Request, RequestStatus
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
+from rawpaged.scheduler.kv_stats import KVStats, count_open_slots
 from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
 
 
@@ -240,6 +241,27 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """No later prefix hit sees KV from before this call; running requests go on."""
         self.kv_cache_manager.reset_prefix_cache()
+
+    def kv_stats(self) -> KVStats:
+        """The KV pool in numbers; to be called between steps. Linear in the running requests."""
+        manager = self.kv_cache_manager
+        pool = manager.block_pool
+        unfilled, reserved = count_open_slots(manager, self._running)
+        return KVStats(
+            num_blocks=pool.num_blocks,
+            block_size=manager.block_size,
+            num_used_blocks=pool.num_used_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
+            num_block_refs=pool.num_refs,
+            num_shared_blocks=pool.num_shared_blocks,
+            num_used_slots=pool.num_used_blocks * manager.block_size - unfilled - reserved,
+            num_unfilled_slots=unfilled,
+            num_reserved_slots=reserved,
+            num_evictions=pool.num_evictions,
+            num_preemptions=self.num_preemptions,
+            prefix_cache_queries=self.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, block tables and pool agree; for tests."""

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rawpaged.engine.stats import RequestStats, StepStats
+from rawpaged.engine.stats import EngineLimits, RequestStats, StepStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "rawpaged:"
@@ -27,6 +27,16 @@ GAUGES = {
     "kv_blocks_used": "KV blocks held by at least one request.",
     "kv_blocks_cached": "KV blocks held by none and kept for prefix hits.",
     "kv_blocks_free": "KV blocks that hold nothing.",
+    "kv_blocks_shared": "KV blocks held by more than one request.",
+    "kv_block_refs": "Entries of all block tables: KV blocks used if nothing were shared.",
+    "kv_blocks_saved": "KV blocks that sharing saves: references less blocks used.",
+    "kv_slots_used": "Token slots of used KV blocks that hold a token.",
+    "kv_slots_unfilled": "Other token slots of KV blocks that hold one: internal fragmentation.",
+    "kv_slots_reserved": "Token slots of used KV blocks that hold none yet.",
+}
+INFO = {
+    "cache_config_info": "The KV pool, as labels.",
+    "engine_config_info": "Device and limits of the engine, as labels.",
 }
 COUNTERS = {
     "prompt_tokens": "Prompt tokens computed.",
@@ -34,7 +44,15 @@ COUNTERS = {
     "num_preemptions": "Requests preempted.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "kv_block_evictions": "Cached KV blocks given away.",
 }
+KV_TOTALS = {
+    "num_preemptions": "num_preemptions",
+    "prefix_cache_queries": "prefix_cache_queries",
+    "prefix_cache_hits": "prefix_cache_hits",
+    "kv_block_evictions": "num_evictions",
+}
+"""Counters that follow a total of KVStats."""
 REQUEST_SUCCESS = ("request_success", "Requests ended, by reason.")
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Arrival to first token.", SECONDS),
@@ -74,26 +92,49 @@ class PrometheusStats:
         name, text = REQUEST_SUCCESS
         ended = Counter(PREFIX + name, text, ("model_name", "finished_reason"), registry=own)
         self._ended = {reason: ended.labels(model_name, reason) for reason in FINISH_REASONS}
+        self._totals = dict.fromkeys(KV_TOTALS, 0)
+        self._own = own
+        self._model_name = model_name
         self.registry = CollectorRegistry()
         self.registry.register(_BothNames(own))
 
+    def record_start(self, limits: EngineLimits) -> None:
+        self._show(
+            "cache_config_info",
+            block_size=limits.block_size,
+            num_gpu_blocks=limits.num_blocks,  # vLLM's name, on any device
+            enable_prefix_caching=limits.enable_prefix_caching,
+        )
+        self._show(
+            "engine_config_info",
+            device=limits.device,
+            dtype=limits.dtype,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+
     def record_step(self, stats: StepStats) -> None:
-        gauges = self._gauges
+        gauges, kv = self._gauges, stats.kv
         gauges["num_requests_running"].set(stats.num_running)
         gauges["num_requests_waiting"].set(stats.num_waiting)
-        gauges["kv_cache_usage_perc"].set(stats.num_used_blocks / stats.num_blocks)
-        gauges["kv_blocks"].set(stats.num_blocks)
-        gauges["kv_blocks_used"].set(stats.num_used_blocks)
-        gauges["kv_blocks_cached"].set(stats.num_cached_blocks)
-        gauges["kv_blocks_free"].set(
-            stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
-        )
-        counters = self._counters
-        counters["prompt_tokens"].inc(stats.num_prompt_tokens)
-        counters["generation_tokens"].inc(stats.num_generation_tokens)
-        counters["num_preemptions"].inc(stats.num_preemptions)
-        counters["prefix_cache_queries"].inc(stats.prefix_cache_queries)
-        counters["prefix_cache_hits"].inc(stats.prefix_cache_hits)
+        gauges["kv_cache_usage_perc"].set(kv.num_used_blocks / kv.num_blocks)
+        gauges["kv_blocks"].set(kv.num_blocks)
+        gauges["kv_blocks_used"].set(kv.num_used_blocks)
+        gauges["kv_blocks_cached"].set(kv.num_cached_blocks)
+        gauges["kv_blocks_free"].set(kv.num_free_blocks)
+        gauges["kv_blocks_shared"].set(kv.num_shared_blocks)
+        gauges["kv_block_refs"].set(kv.num_block_refs)
+        gauges["kv_blocks_saved"].set(kv.num_saved_blocks)
+        gauges["kv_slots_used"].set(kv.num_used_slots)
+        gauges["kv_slots_unfilled"].set(kv.num_unfilled_slots)
+        gauges["kv_slots_reserved"].set(kv.num_reserved_slots)
+        self._counters["prompt_tokens"].inc(stats.num_prompt_tokens)
+        self._counters["generation_tokens"].inc(stats.num_generation_tokens)
+        for name, field in KV_TOTALS.items():
+            total: int = getattr(kv, field)
+            self._counters[name].inc(total - self._totals[name])
+            self._totals[name] = total
 
     def record_first_token(self, seconds: float) -> None:
         self._histograms["time_to_first_token_seconds"].observe(seconds)
@@ -112,6 +153,11 @@ class PrometheusStats:
         ):
             if value is not None:
                 self._histograms[name].observe(value)
+
+    def _show(self, name: str, **values: str | int) -> None:
+        """A constant 1 whose labels are what is to be told."""
+        labels = {"model_name": self._model_name, **{k: str(v) for k, v in values.items()}}
+        Gauge(PREFIX + name, INFO[name], labels, registry=self._own).labels(**labels).set(1)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of the type CONTENT_TYPE."""

@@ -91,18 +91,18 @@ def test_generation_tokens(ran: tuple[Records, int]) -> None:
 
 def test_preemptions(ran: tuple[Records, int]) -> None:
     records, _ = ran
-    assert total(records, "num_preemptions") > 5
+    assert records.steps[-1].kv.num_preemptions > 5
     preemptions = sum(stats.num_preemptions for stats in records.requests)
-    assert preemptions == total(records, "num_preemptions")
+    assert preemptions == records.steps[-1].kv.num_preemptions
 
 
 def test_prefix_cache(ran: tuple[Records, int]) -> None:
     """Requests that want prompt logprobs do not look; the others are looked up once each."""
     records, _ = ran
-    hits = total(records, "prefix_cache_hits")
+    hits = records.steps[-1].kv.prefix_cache_hits
     assert 0 < hits == sum(stats.num_cached_tokens for stats in records.requests)
     most = sum(len(p) * params.n for p, params in workload() if params.prompt_logprobs is None)
-    assert hits < total(records, "prefix_cache_queries") <= most
+    assert hits < records.steps[-1].kv.prefix_cache_queries <= most
 
 
 def test_prompt_tokens(ran: tuple[Records, int]) -> None:
@@ -118,10 +118,10 @@ def test_gauges(ran: tuple[Records, int]) -> None:
     assert max(step.num_running for step in records.steps) <= 8
     assert max(step.num_waiting for step in records.steps) > 8
     for step in records.steps:
-        assert step.num_blocks == 12
-        assert 0 <= step.num_used_blocks <= 12 - step.num_cached_blocks
+        assert step.kv.num_blocks == 12
+        assert 0 <= step.kv.num_used_blocks <= 12 - step.kv.num_cached_blocks
     assert records.is_idle
-    assert records.steps[-1].num_cached_blocks > 0
+    assert records.steps[-1].kv.num_cached_blocks > 0
 
 
 def test_times(ran: tuple[Records, int]) -> None:
@@ -155,6 +155,6 @@ def test_an_undisturbed_request_is_counted_exactly() -> None:
     assert (first.num_prompt_tokens, first.num_cached_tokens) == (40, 0)
     assert (second.num_prompt_tokens, second.num_cached_tokens) == (40, 32)
     assert total(records, "num_prompt_tokens") == 40 + 8
-    assert total(records, "prefix_cache_queries") == 80
-    assert total(records, "prefix_cache_hits") == 32
-    assert records.steps[-1].num_cached_blocks == 2
+    assert records.steps[-1].kv.prefix_cache_queries == 80
+    assert records.steps[-1].kv.prefix_cache_hits == 32
+    assert records.steps[-1].kv.num_cached_blocks == 2

@@ -1,25 +1,47 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rawpaged.engine.stats import RequestStats, StatsLogger, StepStats
+from rawpaged.engine.stats import EngineLimits, RequestStats, StatsLogger, StepStats
+from rawpaged.scheduler.kv_stats import KVStats
 from rawpaged.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, PrometheusStats
 from tests.server.client import send
 from tests.server.conftest import Server
 
-STEP = StepStats(
-    num_running=3,
-    num_waiting=2,
+LIMITS = EngineLimits(
+    device="cpu",
+    dtype="float32",
     num_blocks=100,
+    block_size=16,
+    max_model_len=1000,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    enable_prefix_caching=True,
+)
+KV = KVStats(
+    num_blocks=100,
+    block_size=16,
     num_used_blocks=25,
     num_cached_blocks=15,
-    num_prompt_tokens=40,
-    num_generation_tokens=3,
+    num_block_refs=40,
+    num_shared_blocks=5,
+    num_used_slots=363,
+    num_unfilled_slots=21,
+    num_reserved_slots=16,
+    num_evictions=7,
     num_preemptions=1,
     prefix_cache_queries=64,
     prefix_cache_hits=48,
+)
+STEP = StepStats(num_running=3, num_waiting=2, kv=KV, num_prompt_tokens=40, num_generation_tokens=3)
+LATER = replace(
+    STEP,
+    kv=replace(
+        KV, num_preemptions=2, prefix_cache_queries=128, prefix_cache_hits=96, num_evictions=9
+    ),
 )
 REQUEST = RequestStats(
     finish_reason="stop",
@@ -60,8 +82,9 @@ def samples(text: str) -> dict[str, float]:
 def recorded() -> PrometheusStats:
     stats = PrometheusStats("m")
     logger: StatsLogger = stats
+    logger.record_start(LIMITS)
     logger.record_step(STEP)
-    logger.record_step(STEP)
+    logger.record_step(LATER)
     logger.record_first_token(0.5)
     logger.record_inter_token_latency(0.125)
     logger.record_inter_token_latency(0.25)
@@ -80,6 +103,15 @@ def test_values_under_both_names() -> None:
         "kv_blocks_used": 25,
         "kv_blocks_cached": 15,
         "kv_blocks_free": 60,
+        "kv_blocks_shared": 5,
+        "kv_block_refs": 40,
+        "kv_blocks_saved": 15,
+        "kv_slots_used": 363,
+        "kv_slots_unfilled": 21,
+        "kv_slots_reserved": 16,
+        "kv_block_evictions_total": 9,
+        "cache_config_info": 1,
+        "engine_config_info": 1,
         "prompt_tokens_total": 80,
         "generation_tokens_total": 6,
         "num_preemptions_total": 2,
@@ -108,6 +140,18 @@ def test_values_under_both_names() -> None:
         f"{prefix}:{name}": v for name, v in expected.items() for prefix in ("rawpaged", "vllm")
     }
     assert values == wanted
+
+
+def test_the_configuration_is_told_in_labels() -> None:
+    text = recorded().render().decode()
+    assert (
+        'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",model_name="m",'
+        'num_gpu_blocks="100"} 1.0' in text
+    )
+    assert (
+        'rawpaged:engine_config_info{device="cpu",dtype="float32",max_model_len="1000",'
+        'max_num_batched_tokens="64",max_num_seqs="8",model_name="m"} 1.0' in text
+    )
 
 
 def test_every_metric_has_help_and_type() -> None:

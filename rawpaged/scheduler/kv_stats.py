@@ -1,0 +1,83 @@
+"""What the KV pool holds, what of it is waste, and what has happened to it: numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rawpaged.request import Request
+from rawpaged.scheduler.kv_cache_manager import KVCacheManager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVStats:
+    """The KV pool between two steps, and totals since the engine was made.
+
+    Every block is used, cached or free. Every slot of a used block is used, unfilled or reserved,
+    so `num_used_slots + num_unfilled_slots + num_reserved_slots` is `num_used_blocks * block_size`.
+    Waste in the sense of the PagedAttention paper (arXiv 2309.06180): unfilled slots are internal
+    fragmentation, reserved ones reservation; external fragmentation cannot be, for any free block
+    will do for any request.
+    """
+
+    num_blocks: int
+    block_size: int
+    """Tokens that a block has slots for."""
+    num_used_blocks: int
+    """Blocks held by at least one request, each counted once."""
+    num_cached_blocks: int
+    """Blocks held by none, and kept for prefix hits until they are evicted."""
+    num_block_refs: int
+    """Entries of all block tables: blocks that would be used if nothing were shared."""
+    num_shared_blocks: int
+    """Blocks held by more than one request."""
+    num_used_slots: int
+    """Slots of used blocks that hold a token's KV."""
+    num_unfilled_slots: int
+    """The other slots of blocks that hold a token at all."""
+    num_reserved_slots: int
+    """Slots of used blocks that hold none yet."""
+    num_evictions: int
+    """Cached blocks given away so far."""
+    num_preemptions: int
+    """Requests that lost their blocks to older ones so far."""
+    prefix_cache_queries: int
+    """Prompt tokens looked up in the prefix cache so far."""
+    prefix_cache_hits: int
+    """Of those, tokens found."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks whose content is worth nothing."""
+        return self.num_blocks - self.num_used_blocks - self.num_cached_blocks
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that sharing saves: references less distinct blocks."""
+        return self.num_block_refs - self.num_used_blocks
+
+
+def count_open_slots(manager: KVCacheManager, requests: Iterable[Request]) -> tuple[int, int]:
+    """(unfilled, reserved) slots of the blocks that `requests` hold, which are all that hold any.
+
+    Looks at the ends of block tables only, where tokens do not fill the blocks; all others are
+    full. A block at the end of several holds what the furthest of its owners has in it, and one
+    with more references than that is full, since it is not at the end for all.
+    """
+    num_tokens_in: dict[int, int] = {}
+    num_ends: dict[int, int] = {}
+    for request in requests:
+        num_tokens = request.num_computed_tokens % manager.block_size
+        for block_id in manager.unfilled_blocks(request):
+            num_tokens_in[block_id] = max(num_tokens_in.get(block_id, 0), num_tokens)
+            num_ends[block_id] = num_ends.get(block_id, 0) + 1
+            num_tokens = 0
+    unfilled = reserved = 0
+    for block_id, num_tokens in num_tokens_in.items():
+        if manager.block_pool.ref_count(block_id) > num_ends[block_id]:
+            continue
+        if num_tokens == 0:
+            reserved += manager.block_size
+        else:
+            unfilled += manager.block_size - num_tokens
+    return unfilled, reserved

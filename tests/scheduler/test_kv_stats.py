@@ -1,0 +1,119 @@
+"""KVStats beside a walk over every slot of every block table."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from rawpaged.request import RequestStatus
+from rawpaged.scheduler.kv_stats import KVStats
+from tests.scheduler.harness import Runner, make_config, make_request
+
+
+def walked(runner: Runner) -> KVStats:
+    """The same numbers, taken from block tables alone, slot by slot."""
+    scheduler = runner.scheduler
+    manager, pool = scheduler.kv_cache_manager, scheduler.kv_cache_manager.block_pool
+    tables = {
+        request.request_id: manager.block_table(request.request_id)
+        for request in runner.requests.values()
+        if request.status is RequestStatus.RUNNING
+    }
+    refs = Counter(block_id for table in tables.values() for block_id in table)
+    slots = {(block_id, slot): False for block_id in refs for slot in range(pool_size(runner))}
+    for request_id, table in tables.items():
+        for position in range(runner.requests[request_id].num_computed_tokens):
+            slots[table[position // pool_size(runner)], position % pool_size(runner)] = True
+    touched = {block_id for (block_id, _), is_used in slots.items() if is_used}
+    open_slots = [block_id for (block_id, _), is_used in slots.items() if not is_used]
+    return KVStats(
+        num_blocks=pool.num_blocks,
+        block_size=pool_size(runner),
+        num_used_blocks=len(refs),
+        num_cached_blocks=sum(
+            pool.block_hash(b) is not None and b not in refs for b in range(pool.num_blocks)
+        ),
+        num_block_refs=sum(refs.values()),
+        num_shared_blocks=sum(count > 1 for count in refs.values()),
+        num_used_slots=sum(slots.values()),
+        num_unfilled_slots=sum(block_id in touched for block_id in open_slots),
+        num_reserved_slots=sum(block_id not in touched for block_id in open_slots),
+        num_evictions=pool.num_evictions,
+        num_preemptions=sum(r.num_preemptions for r in runner.requests.values()),
+        prefix_cache_queries=scheduler.prefix_cache_queries,
+        prefix_cache_hits=sum(r.num_cached_tokens for r in runner.requests.values()),
+    )
+
+
+def pool_size(runner: Runner) -> int:
+    return runner.scheduler.config.block_size
+
+
+def test_every_step_of_a_crowded_pool() -> None:
+    rng = random.Random(7)
+    runner = Runner(make_config(num_blocks=14, block_size=3, max_num_seqs=6, max_model_len=42))
+    seen = Counter[str]()
+    for number in range(40):
+        prompt = [number % 3] * rng.randint(1, 12)
+        runner.add(make_request(f"r{number}", prompt, rng.randint(1, 12)))
+        for _ in range(rng.randint(0, 4)):
+            runner.scheduler.kv_stats()
+            runner.step()
+            stats = runner.scheduler.kv_stats()
+            assert stats == walked(runner)
+            all_slots = stats.num_used_slots + stats.num_unfilled_slots + stats.num_reserved_slots
+            assert all_slots == stats.num_used_blocks * stats.block_size
+            assert stats.num_free_blocks >= 0
+            seen += Counter(
+                shared=stats.num_shared_blocks,
+                saved=stats.num_saved_blocks,
+                unfilled=stats.num_unfilled_slots,
+            )
+    runner.drain()
+    last = runner.scheduler.kv_stats()
+    assert last == walked(runner)
+    assert (last.num_used_blocks, last.num_block_refs, last.num_used_slots) == (0, 0, 0)
+    assert min(seen.values()) > 0
+    assert last.num_evictions > 0
+    assert last.num_preemptions > 0
+
+
+def test_the_text_book_case() -> None:
+    """35 tokens in blocks of 16 leave 13 slots."""
+    runner = Runner(make_config(block_size=16, max_model_len=160, max_num_batched_tokens=64))
+    runner.add(make_request("a", [1] * 35))
+    runner.step()
+    stats = runner.scheduler.kv_stats()
+    assert (stats.num_used_blocks, stats.num_used_slots, stats.num_unfilled_slots) == (3, 35, 13)
+    assert stats.num_reserved_slots == 0
+
+
+def test_slots_of_a_step_that_was_lost_are_reserved() -> None:
+    runner = Runner(make_config(block_size=4))
+    runner.add(make_request("a", [1] * 6))
+    runner.scheduler.schedule()
+    stats = runner.scheduler.kv_stats()
+    assert (stats.num_used_slots, stats.num_unfilled_slots, stats.num_reserved_slots) == (0, 0, 8)
+    assert stats == walked(runner)
+
+
+def test_a_block_that_only_one_owner_has_filled() -> None:
+    """The other's end of it is no waste: the slots hold tokens."""
+    runner = Runner(make_config(block_size=4, max_num_batched_tokens=40))
+    manager = runner.scheduler.kv_cache_manager
+    first = runner.add(make_request("a", [1] * 6, 8))
+    runner.step()
+    fork = make_request("b", [1] * 6, 8)
+    manager.block_pool.touch(manager.block_table("a"))
+    manager._allocations["b"] = type(manager._allocations["a"])(list(manager.block_table("a")), 0)
+    fork.num_computed_tokens = 6
+    runner.requests["b"] = fork
+    fork.status = RequestStatus.RUNNING
+    runner.scheduler._running.append(fork)
+    stats = runner.scheduler.kv_stats()
+    assert stats == walked(runner)
+    assert (stats.num_shared_blocks, stats.num_saved_blocks, stats.num_unfilled_slots) == (2, 2, 2)
+    first.num_computed_tokens = 8
+    stats = runner.scheduler.kv_stats()
+    assert stats == walked(runner)
+    assert stats.num_unfilled_slots == 0
