@@ -11,6 +11,7 @@ from bench.op_cases import Float32, OpCase, Prepared, cold_copies, item_bytes, n
 from rawpaged.backend import Backend, BatchMeta, KVCache
 from rawpaged.models.config import ModelConfig
 from tests import reference
+from tests.ops.cases import store_kv
 
 BLOCK_SIZE = 16
 _CHECKED_REQUESTS = 4
@@ -21,7 +22,7 @@ MAX_POOL_BYTES = 2**30
 
 def attention_cases(model: ModelConfig, rows: int, contexts: list[int], dtype: str) -> list[OpCase]:
     """`rows` tokens written, decoded (a request each) and prefilled (of one); blocks copied."""
-    cases = [_store_kv(model, rows, dtype), _copy_blocks(model, rows, dtype)]
+    cases = [_rope_and_store_kv(model, rows, dtype), _copy_blocks(model, rows, dtype)]
     token_bytes = _kv_bytes_per_token(model, dtype)
     for context in contexts:
         if rows * context * token_bytes <= MAX_POOL_BYTES:
@@ -57,34 +58,43 @@ def _kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
     return 2 * item_bytes(dtype) * model.num_kv_heads * model.head_dim
 
 
-def _store_kv(model: ModelConfig, rows: int, dtype: str) -> OpCase:
-    shape = (model.num_kv_heads, model.head_dim)
+def _rope_and_store_kv(model: ModelConfig, rows: int, dtype: str) -> OpCase:
+    q_heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
 
     def prepare(backend: Backend, rng: np.random.Generator) -> Prepared:
+        frequencies = 10000.0 ** -(np.arange(head_dim // 2) / (head_dim // 2))
+        angles = np.arange(1024)[:, None] * frequencies
+        table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+        positions = rng.integers(0, 1024, rows).astype(np.int32)
         num_slots = max(rows, cold_copies(_kv_bytes_per_token(model, dtype)))
-        cache = backend.new_kv_cache(-(-num_slots // BLOCK_SIZE), *shape, BLOCK_SIZE)
-        keys, values = normal(rng, rows, *shape), normal(rng, rows, *shape)
+        cache = backend.new_kv_cache(-(-num_slots // BLOCK_SIZE), kv_heads, head_dim, BLOCK_SIZE)
+        qkv = normal(rng, rows, q_heads + 2 * kv_heads, head_dim)
+        q, k, v = qkv[:, :q_heads], qkv[:, q_heads:-kv_heads], qkv[:, -kv_heads:]
         # Tokens of requests that decode go to unrelated slots.
         sets = min(num_slots // rows, _MOST_SLOT_SETS)
         slots = rng.permutation(num_slots)[: sets * rows].reshape(sets, rows)
+        call = partial(backend.rope_and_store_kv, cache, q, k, v, positions, table)
 
         def check() -> None:
-            backend.store_kv(cache, keys, values, slots[0])
+            rotated = reference.rope(qkv[:, :-kv_heads], positions, frequencies)
+            call(slots[0])
+            np.testing.assert_allclose(q, rotated[:, :q_heads], rtol=1e-5, atol=1e-5)
             block, offset = slots[0] // BLOCK_SIZE, slots[0] % BLOCK_SIZE
-            pools = (cache.keys[block, :, :, offset], cache.values[block, :, offset])
-            for pool, given in zip(pools, (keys, values), strict=True):
-                np.testing.assert_array_equal(
-                    _widened(pool[..., : model.head_dim]), stored(given, dtype)
-                )
+            keys = _widened(cache.keys[block, :, :, offset])
+            rounding = 1e-5 if dtype == "float32" else 2.0**-8
+            np.testing.assert_allclose(keys, rotated[:, q_heads:], rtol=rounding, atol=1e-5)
+            values = _widened(cache.values[block, :, offset, :head_dim])
+            np.testing.assert_array_equal(values, stored(v, dtype))
 
-        return Prepared([partial(backend.store_kv, cache, keys, values, s) for s in slots], check)
+        return Prepared([partial(call, each) for each in slots], check)
 
     return OpCase(
-        op="store_kv",
-        name="store_kv",
+        op="rope_and_store_kv",
+        name="rope_and_store_kv",
         rows=rows,
-        num_bytes=rows * (_kv_bytes_per_token(model, dtype) + 8 * shape[0] * shape[1]),
-        num_flops=0,
+        num_bytes=rows
+        * (_kv_bytes_per_token(model, dtype) + 4 * head_dim * (2 * q_heads + 2 * kv_heads + 1)),
+        num_flops=3 * rows * (q_heads + kv_heads) * head_dim,
         stored=True,
         prepare=prepare,
     )
@@ -99,7 +109,7 @@ def _copy_blocks(model: ModelConfig, rows: int, dtype: str) -> OpCase:
         sets = cold_copies(num_bytes)
         cache = backend.new_kv_cache(2 * sets * rows, *shape, BLOCK_SIZE)
         keys = normal(rng, 2 * sets * rows * BLOCK_SIZE, *shape)
-        backend.store_kv(cache, keys, -keys, np.arange(len(keys)))
+        store_kv(backend, cache, keys, -keys, np.arange(len(keys)))
         pairs = rng.permutation(2 * sets * rows).reshape(sets, rows, 2).astype(np.int64)
 
         def check() -> None:
@@ -184,7 +194,7 @@ def _fill(
         for request, table in enumerate(copy):
             slots = make_batch(table[None], context, context).slot_mapping
             keys, values = history[:, request % count]
-            backend.store_kv(cache, keys, values, slots)
+            store_kv(backend, cache, keys, values, slots)
 
 
 def _widened(pool: npt.NDArray[np.uint16] | Float32) -> Float32:

@@ -20,7 +20,7 @@ from rawpaged.gpu.device import numpy_dtype
 from rawpaged.gpu.kv_cache import HEAD_DIMS, StoreKV, cache_shape
 from tests import reference
 from tests.gpu.caches import dequantised, poisoned_pool, quantised, raw
-from tests.ops.cases import ATTENTION_CASES, AttentionCase, make_meta
+from tests.ops.cases import ATTENTION_CASES, AttentionCase, make_meta, store_kv
 
 _LONG = AttentionCase("thousands", ((1, 5000), (200, 3000), (1, 257)), num_heads=8, head_dim=128)
 _MIXED = AttentionCase("mixed", ((20, 50), (1, 70), (1, 2), (2, 33), (1, 300)), num_heads=8)
@@ -61,7 +61,7 @@ def _check_case(ops: DeviceOps, case: AttentionCase) -> None:
     first_key = case.num_heads
     first_value = first_key + case.num_kv_heads
     keys, values = on_device[:, first_key:first_value], on_device[:, first_value:]
-    backend.store_kv(cache, keys, values, backend.upload(slots_of(case, meta)))
+    store_kv(backend, cache, keys, values, slots_of(case, meta))
     q = ops.act(heads[_new_rows(case), :first_key])
     out = ops.poisoned(q.shape)
     plan = backend.plan(meta, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)

@@ -93,7 +93,7 @@ def check_rows(target: Target, recorder: Recorder, sizes: Sizes) -> None:
             ("rms_norm/heads", _head_norm),
             ("add_rms_norm", _add_norm),
             ("embed", _embed),
-            ("rope", _rope),
+            ("rope_and_store_kv", _rope_and_store_kv),
             ("silu_and_mul", _silu_and_mul),
             ("gather_rows", _gather_rows),
             ("edit_logits", _edit_logits),
@@ -167,11 +167,23 @@ def _embed(ops: DeviceOps) -> None:
     np.testing.assert_array_equal(ops.host(out), ops.rounded(case.table)[case.token_ids])
 
 
-def _rope(ops: DeviceOps) -> None:
+def _rope_and_store_kv(ops: DeviceOps) -> None:
+    """Two query heads in place, one of keys to the cache as rotated, one of values as it is."""
     case = row_cases.rope_case(ops.rounded, 128)
-    x, upload = ops.act(case.x), ops.backend.upload
-    ops.backend.rope(x[:, : case.num_rotated], upload(case.positions), upload(case.cos_sin))
-    ops.assert_rounded(x, case.expected)
+    backend, upload = ops.backend, ops.backend.upload
+    x, cache = ops.act(case.x), backend.new_kv_cache(2, 1, 128, 16)
+    slots = np.array([3, -1, 31, 16], np.int64)
+    angles = (upload(case.positions), upload(case.cos_sin))
+    backend.rope_and_store_kv(cache, x[:, :2], x[:, 2:3], x[:, 3:4], *angles, upload(slots))
+    ops.assert_rounded(x[:, :2], case.expected[:, :2])
+    np.testing.assert_array_equal(ops.host(x[:, 2:]), case.x[:, 2:])
+    kept = slots >= 0
+    keys, values = (
+        ops.host(pool).reshape(32, 128)[slots[kept]] for pool in (cache.keys, cache.values)
+    )
+    rtol = 1.01 * UNIT_ROUNDOFF[ops.dtype]
+    np.testing.assert_allclose(keys, case.expected[kept, 2], rtol=rtol, atol=1e-5)
+    np.testing.assert_array_equal(values, case.x[kept, 3])
 
 
 def _silu_and_mul(ops: DeviceOps) -> None:

@@ -17,7 +17,6 @@ from bench.gpu_target import Target, fill
 from bench.gpu_timing import Work, cold_copies, copy_bandwidth, summarize, time_device
 from bench.roofline import Model
 from rawpaged.gpu.backend import CudaBackend
-from rawpaged.gpu.rope import RopeStore
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.models.config import RopeConfig
 from rawpaged.models.rope import rope_table
@@ -111,28 +110,20 @@ def _activation_cases(arrays: _Arrays, rows: int) -> Iterator[_Case]:
     yield _Case("add_rms_norm", Work(rows * hidden * 12 + 4 * hidden), add_rms_norm)
     yield _Case("silu_and_mul", Work(rows * inner * 6), silu_and_mul)
     work = Work(rows * (4 * heads * model.head_dim + 4 * model.head_dim))
-    yield _Case("rope and store", work, partial(_rope_and_store, arrays, rows, False))
-    yield _Case("rope and store in one", work, partial(_rope_and_store, arrays, rows, True))
+    yield _Case("rope_and_store_kv", work, partial(_rope_and_store_kv, arrays, rows))
 
 
-def _rope_and_store(
-    arrays: _Arrays, rows: int, in_one: bool, copies: int
-) -> list[Callable[[], object]]:
-    """q and k rotated, keys and values stored: two launches, or RopeStore's one."""
+def _rope_and_store_kv(arrays: _Arrays, rows: int, copies: int) -> list[Callable[[], object]]:
+    """q and k rotated, keys and values stored."""
     backend, model = arrays.backend, arrays.model
     q_heads, kv_heads = model.num_heads, model.num_kv_heads
     blocks = -(-rows // BLOCK_SIZE)
     cache = backend.new_kv_cache(blocks * copies, kv_heads, model.head_dim, BLOCK_SIZE)
-    positions, rope_store = arrays.positions(rows), RopeStore(backend.device)
+    positions = arrays.positions(rows)
 
     def call(qkv: Any, slots: Any) -> None:
         q, k, v = qkv[:, :q_heads], qkv[:, q_heads:-kv_heads], qkv[:, -kv_heads:]
-        pools = (cache.keys, cache.values)
-        if in_one:
-            rope_store(q, k, v, positions, arrays.cos_sin, *pools, slots)
-        else:
-            backend.rope(qkv[:, :-kv_heads], positions, arrays.cos_sin)
-            backend.store_kv(cache, k, v, slots)
+        backend.rope_and_store_kv(cache, q, k, v, positions, arrays.cos_sin, slots)
 
     calls: list[Callable[[], object]] = []
     for copy in range(copies):

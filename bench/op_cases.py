@@ -105,7 +105,6 @@ def dense_cases(model: ModelConfig, rows: int, dtype: str) -> list[OpCase]:
         _embed(rows, hidden, model.vocab_size, dtype),
         _rms_norm(rows, hidden, model.rms_norm_eps),
         _add_rms_norm(rows, hidden, model.rms_norm_eps),
-        _rope(rows, heads + model.num_kv_heads, model.head_dim),
         _silu_and_mul(rows, model.intermediate_size),
         _gather_rows(rows, hidden),
     ]
@@ -216,34 +215,6 @@ def _add_rms_norm(rows: int, hidden: int, eps: float) -> OpCase:
         rows=rows,
         num_bytes=4 * (4 * rows * hidden + hidden),
         num_flops=5 * rows * hidden,
-        prepare=prepare,
-    )
-
-
-def _rope(rows: int, heads: int, head_dim: int) -> OpCase:
-    def prepare(backend: Backend, rng: np.random.Generator) -> Prepared:
-        frequencies = 10000.0 ** -(np.arange(head_dim // 2) / (head_dim // 2))
-        angles = np.arange(1024)[:, None] * frequencies
-        table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-        x = normal(rng, rows, heads, head_dim)
-        positions = rng.integers(0, 1024, rows).astype(np.int32)
-
-        def call() -> None:
-            backend.rope(x, positions, table)
-
-        def check() -> None:
-            expected = reference.rope(x, positions, frequencies)
-            call()
-            np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
-
-        return Prepared([call], check)
-
-    return OpCase(
-        op="rope",
-        name="rope",
-        rows=rows,
-        num_bytes=4 * rows * head_dim * (2 * heads + 1),
-        num_flops=3 * rows * heads * head_dim,
         prepare=prepare,
     )
 

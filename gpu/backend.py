@@ -27,13 +27,13 @@ from rawpaged.gpu.block_copy import CopyBlocks
 from rawpaged.gpu.device import Device
 from rawpaged.gpu.embedding import Embedding
 from rawpaged.gpu.gather import GatherRows
-from rawpaged.gpu.kv_cache import StoreKV, bytes_per_block, cache_shape, check_cache_shape
+from rawpaged.gpu.kv_cache import bytes_per_block, cache_shape, check_cache_shape
 from rawpaged.gpu.linear import Linear, PackedLinear, pack, workspace_size
 from rawpaged.gpu.linear_kernels import Epilogue, Mode
 from rawpaged.gpu.logit_edits import EditLogits
 from rawpaged.gpu.norm import RmsNorm
 from rawpaged.gpu.packing import upload_together
-from rawpaged.gpu.rope import Rope
+from rawpaged.gpu.rope import RopeStore
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.gpu.static_plan import DecodePlan
 from rawpaged.gpu.tuned import linear_tiles
@@ -59,7 +59,6 @@ class CudaBackend:
         self.activation_dtype = dtype
         self.device = device
         self._norms: dict[int, RmsNorm] = {}
-        self._stores: dict[tuple[int, ...], StoreKV] = {}
         self._attentions: dict[tuple[int, ...], PagedAttention] = {}
         self._samplings: dict[int, Sampling] = {}
         self._cache_shape: tuple[int, int] | None = None
@@ -67,7 +66,7 @@ class CudaBackend:
         loader = device.loader
         self._gather = GatherRows(loader)
         self._embedding = Embedding(device)
-        self._rope = Rope(device)
+        self._rope_store = RopeStore(device)
         self._silu_and_mul = SiluAndMul(device)
         self._edit_logits = EditLogits(device)
         self._copy_blocks = CopyBlocks(device)
@@ -124,7 +123,7 @@ class CudaBackend:
 
     def close(self) -> None:
         """Forget every launcher with its workspace; arrays of others live on."""
-        for kept in (self._norms, self._stores, self._attentions, self._samplings):
+        for kept in (self._norms, self._attentions, self._samplings):
             kept.clear()
         del self._linear
         self.device.close()
@@ -187,21 +186,17 @@ class CudaBackend:
     def linear(self, out: Any, x: Any, weight: LinearWeight) -> None:
         self._linear(out, x, _packed(weight))
 
-    def rope(self, x: Any, positions: Any, cos_sin: Any) -> None:
-        self._rope(x, positions, cos_sin)
-
-    def store_kv(self, cache: KVCache, keys: Any, values: Any, slot_mapping: Any) -> None:
-        key = (*keys.shape[1:], cache.block_size)
-        if key not in self._stores:
-            self._stores[key] = StoreKV(
-                self.device.loader,
-                dtype=self.dtype,
-                cache_dtype=self.dtype,
-                num_kv_heads=keys.shape[1],
-                head_dim=keys.shape[2],
-                block_size=cache.block_size,
-            )
-        self._stores[key](cache.keys, cache.values, keys, values, slot_mapping)
+    def rope_and_store_kv(
+        self,
+        cache: KVCache,
+        q: Any,
+        k: Any,
+        v: Any,
+        positions: Any,
+        cos_sin: Any,
+        slot_mapping: Any,
+    ) -> None:
+        self._rope_store(q, k, v, positions, cos_sin, cache.keys, cache.values, slot_mapping)
 
     def copy_blocks(
         self,

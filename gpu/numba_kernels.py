@@ -90,27 +90,11 @@ def make_silu_and_mul(dtype: str) -> Callable[..., None]:
     return _named(silu_and_mul, f"silu_and_mul_{LABELS[dtype]}")
 
 
-def make_rope(dtype: str) -> Callable[..., None]:
-    """Rotate heads x[t, h] in place, in the half-split order; threadIdx.y goes over heads."""
-    load, store = conversions(dtype)
-
-    def rope(x, positions, cos_sin):
-        half = x.shape[2] // 2
-        first_head = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
-        for t in range(cuda.blockIdx.x, x.shape[0], cuda.gridDim.x):
-            angles = cos_sin[positions[t]]
-            for h in range(first_head, x.shape[1], cuda.gridDim.y * cuda.blockDim.y):
-                for i in range(cuda.threadIdx.x, half, cuda.blockDim.x):
-                    low, high = load(x[t, h, i]), load(x[t, h, half + i])
-                    cosine, sine = angles[i], angles[half + i]
-                    x[t, h, i] = store(low * cosine - high * sine)
-                    x[t, h, half + i] = store(high * cosine + low * sine)
-
-    return _named(rope, f"rope_{LABELS[dtype]}")
-
-
 def make_rope_store(dtype: str) -> Callable[..., None]:
-    """Rotate q in place, and write rotated k and v to their slots; threadIdx.y goes over heads."""
+    """Rotate q in place, and write rotated k and v to their slots; threadIdx.y goes over heads.
+
+    In the half-split order.
+    """
     load, store = conversions(dtype)
 
     def rope_store(q, k, v, positions, cos_sin, cache_keys, cache_values, slots):

@@ -1,4 +1,4 @@
-"""Rotary position embedding, alone and with the writing of keys and values to the cache.
+"""Rotary position embedding with the writing of keys and values to the cache.
 
 The twin of rawpaged/cpu/rope.py, in the half-split order of Hugging Face checkpoints (Su et al.
 2021).
@@ -11,34 +11,13 @@ from typing import Any
 from rawpaged.gpu import grids
 from rawpaged.gpu.arrays import ArrayInfo, array_info, check
 from rawpaged.gpu.device import Device
-from rawpaged.gpu.numba_kernels import LABELS, make_rope, make_rope_store
-
-
-class Rope:
-    """Rotates heads of bfloat16 or float16 in place."""
-
-    def __init__(self, device: Device) -> None:
-        self._kernels = {dtype: device.jit(make_rope(dtype)) for dtype in LABELS}
-
-    def __call__(self, x: Any, positions: Any, cos_sin: Any) -> None:
-        """Rotate x T[n, heads, head_dim]; cos_sin f32[max_len, head_dim], cosines first."""
-        heads = array_info(x)
-        check(
-            heads.dtype in self._kernels and _has_angles(heads, positions, cos_sin),
-            x=x,
-            positions=positions,
-            cos_sin=cos_sin,
-        )
-        if 0 not in heads.shape:
-            num_tokens, num_heads, head_dim = heads.shape
-            grid, block = grids.heads(num_tokens, num_heads, head_dim // 2)
-            self._kernels[heads.dtype](grid, block, (x, positions, cos_sin))
+from rawpaged.gpu.numba_kernels import LABELS, make_rope_store
 
 
 class RopeStore:
     """Rotates q in place, and k on its way to a cache of the same type; stores v beside it.
 
-    One launch for what Rope and a store of keys and values do in two; k itself stays as it is.
+    One launch for both; k itself stays as it is.
     """
 
     def __init__(self, device: Device) -> None:

@@ -236,12 +236,21 @@ class Backend(Protocol):
         """out [n, out_features] = x act[n, in_features] @ weight.T + bias; out act or f32."""
         ...
 
-    def rope(self, x: Any, positions: Any, cos_sin: Any) -> None:
-        """Rotate x act[n, heads, head_dim] in place; cos_sin f32[max_len, head_dim], cos first."""
-        ...
+    def rope_and_store_kv(
+        self,
+        cache: KVCache,
+        q: Any,
+        k: Any,
+        v: Any,
+        positions: Any,
+        cos_sin: Any,
+        slot_mapping: Any,
+    ) -> None:
+        """Rotate q act[n, num_heads, head_dim] in place; write rotated k, and v, to the slots.
 
-    def store_kv(self, cache: KVCache, keys: Any, values: Any, slot_mapping: Any) -> None:
-        """Write views act[n, num_kv_heads, head_dim] to the slots."""
+        k and v are views act[n, num_kv_heads, head_dim], which stay as they are; cos_sin is
+        f32[max_len, head_dim], cosines first. A negative slot leaves its token out of the cache.
+        """
         ...
 
     def copy_blocks(

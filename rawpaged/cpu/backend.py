@@ -22,11 +22,11 @@ from rawpaged.backend import (
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.activation import silu_and_mul_rows
 from rawpaged.cpu.attention import AttentionWork, attention_tasks, split_work
-from rawpaged.cpu.kv_cache import as_words, copy_block_pairs, store_kv_rows
+from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import PackedLinear, embed_rows, linear_panels, pack_linear
 from rawpaged.cpu.memory import memory_info
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
-from rawpaged.cpu.rope import rope_rows
+from rawpaged.cpu.rope import rope_and_store_rows
 from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.tracing import RangeSink
@@ -167,22 +167,30 @@ class CpuBackend:
         grain = max(1, min(by_bytes, by_products))
         self._team.run(linear_panels, len(panels), out, x, panels, packed.bias, grain=grain)
 
-    def rope(self, x: Float32, positions: npt.NDArray[np.int32], cos_sin: Float32) -> None:
-        _check(
-            len(x) == len(positions) and x.shape[2] == cos_sin.shape[1], x=x, cos_sin=cos_sin
-        )
-        self._rows(rope_rows, x, x, positions, cos_sin)
-
-    def store_kv(
-        self, cache: KVCache, keys: Float32, values: Float32, slot_mapping: npt.NDArray[np.int64]
+    def rope_and_store_kv(
+        self,
+        cache: KVCache,
+        q: Float32,
+        k: Float32,
+        v: Float32,
+        positions: npt.NDArray[np.int32],
+        cos_sin: Float32,
+        slot_mapping: npt.NDArray[np.int64],
     ) -> None:
         _check(
-            keys.shape == values.shape == (len(slot_mapping), *cache.keys.shape[1:3]),
-            keys=keys,
-            values=values,
+            k.shape == v.shape == (len(slot_mapping), *cache.keys.shape[1:3])
+            and len(q) == len(positions) == len(slot_mapping)
+            and q.shape[2] == k.shape[2] == cos_sin.shape[1],
+            q=q,
+            k=k,
+            v=v,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            cos_sin=cos_sin,
             cache=cache.keys,
         )
-        self._rows(store_kv_rows, keys, cache.keys, cache.values, keys, values, slot_mapping)
+        pools = (cache.keys, cache.values)
+        self._rows(rope_and_store_rows, q, *pools, q, k, v, positions, cos_sin, slot_mapping)
 
     def copy_blocks(
         self,

@@ -1,4 +1,4 @@
-"""The paged KV cache of one layer and the writing of new keys and values.
+"""The paged KV cache of one layer: its layout, and copies of blocks.
 
 keys    [num_blocks, num_kv_heads, head_dim, block_size]    16 keys side by side for the scores
 values  [num_blocks, num_kv_heads, block_size, value_dim]   value_dim: head_dim rounded up to 16
@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from rawpaged.backend import KVCache
 from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.floats import stored_like
 from rawpaged.cpu.microkernel import LANES
 from rawpaged.errors import BackendError
 
@@ -45,19 +44,6 @@ def new_kv_cache(
         values=np.zeros((num_blocks, num_kv_heads, block_size, value_dim(head_dim)), element),
         block_size=block_size,
     )
-
-
-@kernel
-def store_kv_rows(cache_keys, cache_values, keys, values, slot_mapping, start, stop):
-    """Write rows [start, stop) of keys and values f32[n, kv_heads, head_dim] to their slots."""
-    block_size = cache_keys.shape[3]
-    for t in range(start, stop):
-        block = slot_mapping[t] // block_size
-        offset = slot_mapping[t] % block_size
-        for h in range(keys.shape[1]):
-            for i in range(keys.shape[2]):
-                cache_keys[block, h, i, offset] = stored_like(keys[t, h, i], cache_keys)
-                cache_values[block, h, offset, i] = stored_like(values[t, h, i], cache_values)
 
 
 def as_words(pool: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

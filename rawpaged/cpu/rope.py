@@ -1,25 +1,67 @@
-"""Rotary position embedding, in the half-split order of Hugging Face checkpoints."""
+"""Rotary position embedding on the way to the KV cache.
+
+In the half-split order of Hugging Face checkpoints (Su et al. 2021).
+"""
 
 from __future__ import annotations
 
+import numpy as np
+from numba import njit
+
 from rawpaged.cpu.compiling import kernel
+from rawpaged.cpu.floats import stored_like
 
 
 @kernel
-def rope_rows(x, positions, cos_sin, start, stop):
-    """Rotate x[t, h] by the angles of positions[t], in place, for t in [start, stop).
+def rope_and_store_rows(
+    cache_keys,
+    cache_values,
+    q,  # f32[n, num_heads, head_dim], rotated in place
+    k,  # f32[n, num_kv_heads, head_dim]
+    v,
+    positions,
+    cos_sin,  # f32[max_len, head_dim], cosines, then sines
+    slot_mapping,
+    start,
+    stop,
+):
+    """Rotate q, and write rotated k and v to their slots, for rows [start, stop).
 
-    x f32[n, heads, head_dim]; cos_sin f32[max_len, head_dim] holds cosines, then sines.
+    Rows of a negative slot are not written.
     """
-    half = x.shape[2] // 2
+    half = q.shape[2] // 2
+    block_size = cache_keys.shape[3]
+    rotated = np.empty(q.shape[2], np.float32)
     for t in range(start, stop):
         cosines = cos_sin[positions[t], :half]
         sines = cos_sin[positions[t], half:]
-        for h in range(x.shape[1]):
-            low = x[t, h, :half]
-            high = x[t, h, half:]
-            for i in range(half):
-                first = low[i]
-                second = high[i]
-                low[i] = first * cosines[i] - second * sines[i]
-                high[i] = second * cosines[i] + first * sines[i]
+        for h in range(q.shape[1]):
+            _rotate(rotated, q[t, h], cosines, sines)
+            q[t, h] = rotated
+        if slot_mapping[t] < 0:
+            continue
+        block = slot_mapping[t] // block_size
+        offset = slot_mapping[t] % block_size
+        for h in range(k.shape[1]):
+            _rotate(rotated, k[t, h], cosines, sines)
+            keys = cache_keys[block, h, :, offset]
+            values = cache_values[block, h, offset]
+            source = v[t, h]
+            for i in range(rotated.shape[0]):
+                keys[i] = stored_like(rotated[i], cache_keys)
+                values[i] = stored_like(source[i], cache_values)
+
+
+@njit(nogil=True)
+def _rotate(out, x, cosines, sines):
+    """out = x f32[head_dim] turned by the angles; out is not x."""
+    half = cosines.shape[0]
+    low = x[:half]
+    high = x[half:]
+    out_low = out[:half]
+    out_high = out[half:]
+    for i in range(half):
+        first = low[i]
+        second = high[i]
+        out_low[i] = first * cosines[i] - second * sines[i]
+        out_high[i] = second * cosines[i] + first * sines[i]

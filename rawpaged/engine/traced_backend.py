@@ -124,14 +124,19 @@ class TracedBackend:
         with self._op("linear", dims, args):
             self._inner.linear(out, x, weight)
 
-    def rope(self, x: Any, positions: Any, cos_sin: Any) -> None:
-        with self._op("rope", x.shape, {"x": x.shape}):
-            self._inner.rope(x, positions, cos_sin)
-
-    def store_kv(self, cache: KVCache, keys: Any, values: Any, slot_mapping: Any) -> None:
-        args = {"keys": keys.shape, "block_size": cache.block_size}
-        with self._op("store_kv", keys.shape, args):
-            self._inner.store_kv(cache, keys, values, slot_mapping)
+    def rope_and_store_kv(
+        self,
+        cache: KVCache,
+        q: Any,
+        k: Any,
+        v: Any,
+        positions: Any,
+        cos_sin: Any,
+        slot_mapping: Any,
+    ) -> None:
+        args = {"q": q.shape, "k": k.shape, "block_size": cache.block_size}
+        with self._op("rope_and_store_kv", q.shape, args):
+            self._inner.rope_and_store_kv(cache, q, k, v, positions, cos_sin, slot_mapping)
 
     def copy_blocks(
         self,

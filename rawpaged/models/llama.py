@@ -113,8 +113,7 @@ class Llama:
             ops.rms_norm(q, q, layer.q_norm, config.rms_norm_eps)
         if layer.k_norm is not None:
             ops.rms_norm(k, k, layer.k_norm, config.rms_norm_eps)
-        ops.rope(heads[:, : num_heads + num_kv_heads], plan.positions, self._cos_sin)
-        ops.store_kv(cache, k, v, plan.slot_mapping)
+        ops.rope_and_store_kv(cache, q, k, v, plan.positions, self._cos_sin, plan.slot_mapping)
         ops.paged_attention(
             attention.reshape((n, num_heads, head_dim)),
             q,

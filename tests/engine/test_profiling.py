@@ -30,7 +30,7 @@ from tests.tiny import engine_of, tiny_config, wait_until
 
 PHASES = ["schedule", "plan", "forward", "logits", "sample", "update", "detokenise"]
 OPS = [
-    "embed", "rms_norm", "add_rms_norm", "linear", "rope", "store_kv", "copy_blocks",
+    "embed", "rms_norm", "add_rms_norm", "linear", "rope_and_store_kv", "copy_blocks",
     "paged_attention", "silu_and_mul", "gather_rows", "edit_logits", "sample", "token_logprobs",
     "upload", "download",
 ]  # fmt: skip

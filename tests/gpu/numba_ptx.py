@@ -40,7 +40,6 @@ def kernels() -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
         heads, pools = views(element, 3), (rows(element, 4),) * 2
         yield numba_kernels.make_embed(dtype), (rows(f32, 2), rows(i32, 1), rows(element, 2))
         yield numba_kernels.make_silu_and_mul(dtype), (rows(element, 2), rows(element, 2))
-        yield numba_kernels.make_rope(dtype), (heads, *angles)
         store = numba_kernels.make_rope_store(dtype)
         yield store, (heads, heads, heads, *angles, *pools, rows(i64, 1))
     entries = (rows(i32, 1), rows(i32, 1), rows(f32, 1), rows(types.boolean, 1), rows(i32, 1))

@@ -109,29 +109,19 @@ def test_silu_and_mul(device: SizedDevice, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 80])
-def test_rope(device: SizedDevice, dtype: str, head_dim: int) -> None:
-    from rawpaged.gpu.rope import Rope
-
-    case = rope_case(lambda x: stored(x, dtype), head_dim)
-    x = case.x.astype(DTYPES[dtype])
-    Rope(device)(x[:, : case.num_rotated], case.positions, case.cos_sin)
-    assert_rounded(x, case.expected, dtype)
-    np.testing.assert_array_equal(x[:, case.num_rotated :], case.x[:, case.num_rotated :])
-
-
-def test_rope_with_the_store(device: SizedDevice, dtype: str) -> None:
+def test_rope_with_the_store(device: SizedDevice, dtype: str, head_dim: int) -> None:
     from rawpaged.gpu.rope import RopeStore
 
     # Two query heads and one key head are rotated; two heads of values, of which one is taken.
-    case = rope_case(lambda x: stored(x, dtype))
+    case = rope_case(lambda x: stored(x, dtype), head_dim)
     heads = case.x.astype(DTYPES[dtype])
     q, k, v = heads[:, :2], heads[:, 2:3], heads[:, 3:4]
     slots = np.array([9, -1, 0, 4], np.int64)
-    keys, values = nan(dtype, 3, 1, 4, 16), nan(dtype, 3, 1, 4, 16)
+    keys, values = nan(dtype, 3, 1, 4, head_dim), nan(dtype, 3, 1, 4, head_dim)
     RopeStore(device)(q, k, v, case.positions, case.cos_sin, keys, values, slots)
     assert_rounded(q, case.expected[:, :2], dtype)
     np.testing.assert_array_equal(heads[:, 2:], case.x[:, 2:])
-    by_slot = [pool.astype(np.float64).reshape(12, 16) for pool in (keys, values)]
+    by_slot = [pool.astype(np.float64).reshape(12, head_dim) for pool in (keys, values)]
     written = slots >= 0
     assert_rounded(by_slot[0][slots[written]], case.expected[written, 2], dtype)
     np.testing.assert_array_equal(by_slot[1][slots[written]], case.x[written, 3])
@@ -224,12 +214,14 @@ def test_no_rows_launch_nothing(device: SizedDevice, dtype: str) -> None:
     from rawpaged.gpu.activation import SiluAndMul
     from rawpaged.gpu.block_copy import CopyBlocks
     from rawpaged.gpu.embedding import Embedding
-    from rawpaged.gpu.rope import Rope
+    from rawpaged.gpu.rope import RopeStore
 
     ids = np.zeros(0, np.int32)
     Embedding(device)(nan(np.float32, 0, 8), ids, nan(dtype, 4, 8))
     SiluAndMul(device)(nan(dtype, 0, 8), nan(dtype, 0, 16))
-    Rope(device)(nan(dtype, 0, 2, 8), ids, nan(np.float32, 4, 8))
+    none, heads = nan(dtype, 0, 2, 8), nan(dtype, 3, 2, 4, 8)
+    slots = np.zeros(0, np.int64)
+    RopeStore(device)(none, none, none, ids, nan(np.float32, 4, 8), heads, heads.copy(), slots)
     pool = [nan(dtype, 4, 8)]
     CopyBlocks(device)(pool, pool, np.zeros((0, 2), np.int64))
 
@@ -239,7 +231,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     from rawpaged.gpu.block_copy import CopyBlocks
     from rawpaged.gpu.embedding import Embedding
     from rawpaged.gpu.logit_edits import EditLogits, MaskLogits
-    from rawpaged.gpu.rope import Rope, RopeStore
+    from rawpaged.gpu.rope import RopeStore
 
     device = SizedDevice(((1,), (1,)))
     ids, slots = np.zeros(3, np.int32), np.zeros(3, np.int64)
@@ -252,9 +244,9 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         (Embedding, (f32, ids, half[:, :7])),
         (SiluAndMul, (half, half)),
         (SiluAndMul, (f32, np.zeros((3, 16), np.float32))),
-        (Rope, (heads, ids[:2], f32)),
-        (Rope, (heads, ids, f32[:, :6])),
-        (Rope, (heads.astype(np.float32), ids, f32)),
+        (RopeStore, (heads, heads, heads, ids[:2], f32, pool, pool, slots)),
+        (RopeStore, (heads, heads, heads, ids, f32[:, :6], pool, pool, slots)),
+        (RopeStore, (heads.astype(np.float32), heads, heads, ids, f32, pool, pool, slots)),
         (RopeStore, (heads, heads, heads, ids, f32, pool, pool[:3], slots)),
         (RopeStore, (heads, heads, heads, ids, f32, pool, pool, ids)),
         (RopeStore, (heads, heads[:, :1], heads, ids, f32, pool, pool, slots)),

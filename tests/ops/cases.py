@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from rawpaged.backend import BatchMeta
+from rawpaged.backend import Backend, BatchMeta, KVCache
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,20 @@ def make_meta(case: AttentionCase, rng: np.random.Generator) -> tuple[BatchMeta,
         logits_rows=np.zeros(0, np.int32),
     )
     return meta, num_blocks
+
+
+def store_kv(
+    backend: Backend, cache: KVCache, keys: Any, values: Any, slots: npt.NDArray[np.int64]
+) -> None:
+    """Write keys and values as they are: rotated by no angle."""
+    num_tokens, _, head_dim = keys.shape
+    cos_sin = np.concatenate([np.ones(head_dim // 2), np.zeros(head_dim // 2)])[None]
+    backend.rope_and_store_kv(
+        cache,
+        backend.empty((num_tokens, 1, head_dim), backend.activation_dtype),
+        keys,
+        values,
+        backend.upload(np.zeros(num_tokens, np.int32)),
+        backend.upload(cos_sin.astype(np.float32)),
+        backend.upload(slots),
+    )

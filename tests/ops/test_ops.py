@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawpaged.backend import Backend
+from rawpaged.backend import Backend, KVCache
 from rawpaged.errors import BackendError
 from tests import reference
-from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase, make_meta
+from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase, make_meta, store_kv
 from tests.ops.row_cases import (
     NORM_SIZES,
     add_norm_case,
@@ -30,6 +32,19 @@ def poisoned(backend: Backend, *shape: int) -> Float32:
     out: Float32 = backend.empty(shape, "float32")
     out[...] = np.nan
     return out
+
+
+def poison(cache: KVCache, dtype: str) -> None:
+    """Fill a pool with NaN."""
+    for pool in (cache.keys, cache.values):
+        pool[...] = np.nan if dtype == "float32" else 0x7FC0
+
+
+def widened(pool: npt.NDArray[Any]) -> Float32:
+    """Stored numbers as float32; bfloat16 is the upper half of one."""
+    if pool.dtype == np.uint16:
+        return (pool.astype(np.uint32) << 16).view(np.float32)
+    return pool
 
 
 @pytest.mark.parametrize(("rows", "in_features", "out_features"), LINEAR_SHAPES)
@@ -82,12 +97,38 @@ def test_add_rms_norm(backend: Backend) -> None:
     np.testing.assert_allclose(out, case.expected, rtol=5e-6, atol=1e-6)
 
 
-def test_rope(backend: Backend) -> None:
-    case = rope_case()
-    x = backend.upload(case.x)
-    cos_sin = backend.upload(case.cos_sin)
-    backend.rope(x[:, : case.num_rotated], backend.upload(case.positions), cos_sin)
-    np.testing.assert_allclose(x, case.expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("head_dim", [2, 16, 80, 100])
+def test_rope_and_store_kv(backend: Backend, head_dim: int) -> None:
+    """Two query heads are rotated in place; one of keys and one of values go to their slots."""
+    case = rope_case(head_dim=head_dim)
+    heads, upload = backend.upload(case.x), backend.upload
+    cache = backend.new_kv_cache(3, 1, head_dim, 16)
+    poison(cache, backend.dtype)
+    before = [cache.keys.copy(), cache.values.copy()]
+    slots = np.array([37, -1, 0, 20], np.int64)
+    backend.rope_and_store_kv(
+        cache,
+        heads[:, :2],
+        heads[:, 2:3],
+        heads[:, 3:4],
+        upload(case.positions),
+        upload(case.cos_sin),
+        upload(slots),
+    )
+    np.testing.assert_allclose(heads[:, :2], case.expected[:, :2], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(heads[:, 2:], case.x[:, 2:])
+    kept = slots >= 0
+    block, offset = slots[kept] // 16, slots[kept] % 16
+    rounding = {"float32": 1e-5, "bfloat16": 2.0**-8}[backend.dtype]
+    keys = widened(cache.keys)[block, 0, :, offset]
+    np.testing.assert_allclose(keys, case.expected[kept, 2], rtol=rounding, atol=1e-5)
+    values = widened(cache.values)[block, 0, offset, :head_dim]
+    np.testing.assert_array_equal(values, stored(case.x[kept, 3], backend.dtype))
+    # Nothing else has changed: not where the token without a slot would be, nor the padding.
+    before[0][block, 0, :, offset] = cache.keys[block, 0, :, offset]
+    before[1][block, 0, offset, :head_dim] = cache.values[block, 0, offset, :head_dim]
+    assert before[0].tobytes() == cache.keys.tobytes()
+    assert before[1].tobytes() == cache.values.tobytes()
 
 
 def test_silu_and_mul(backend: Backend) -> None:
@@ -109,8 +150,7 @@ def test_paged_attention(backend: Backend, case: AttentionCase) -> None:
     rng = np.random.default_rng(6)
     meta, num_blocks = make_meta(case, rng)
     cache = backend.new_kv_cache(num_blocks, case.num_kv_heads, case.head_dim, case.block_size)
-    for pool in (cache.keys, cache.values):
-        pool[...] = np.nan if backend.dtype == "float32" else 0x7FC0
+    poison(cache, backend.dtype)
     shape = (case.num_kv_heads, case.head_dim)
     history = []
     for row, (queries, kv) in enumerate(case.lengths):
@@ -120,12 +160,12 @@ def test_paged_attention(backend: Backend, case: AttentionCase) -> None:
         block = meta.block_tables[row, own // case.block_size].astype(np.int64)
         slots = block * case.block_size + own % case.block_size
         old = kv - queries
-        backend.store_kv(cache, keys[:old], values[:old], slots[:old])
+        store_kv(backend, cache, keys[:old], values[:old], slots[:old])
     new_keys, new_values = (
         np.concatenate([kv[part][-q:] for kv, (q, _) in zip(history, case.lengths, strict=True)])
         for part in (0, 1)
     )
-    backend.store_kv(cache, new_keys, new_values, meta.slot_mapping)
+    store_kv(backend, cache, new_keys, new_values, meta.slot_mapping)
 
     q = normal(rng, len(meta.token_ids), case.num_heads, case.head_dim)
     plan = backend.plan(meta, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)
