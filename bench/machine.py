@@ -105,8 +105,21 @@ def busy_share(seconds: float = 1.0) -> float | None:
 
 def process_tree_seconds(pid: int) -> float:
     """Processor seconds that a process and its living descendants have used; 0 if it is gone."""
+    # utime, stime and those of children that were waited for
+    ticks = sum(int(word) for stat in _process_tree(pid) for word in stat[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def process_tree_rss_bytes(pid: int) -> int:
+    """Resident memory of a process and its living descendants; pages they share count twice."""
+    pages = sum(int(stat[21]) for stat in _process_tree(pid))
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _process_tree(pid: int) -> list[list[str]]:
+    """Fields of /proc/PID/stat from the third on, of a process and its living descendants."""
     children: dict[int, list[int]] = {}
-    used: dict[int, int] = {}
+    stats: dict[int, list[str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = path.read_text()
@@ -116,14 +129,14 @@ def process_tree_seconds(pid: int) -> float:
         fields = text[text.rindex(")") + 2 :].split()
         own = int(path.parent.name)
         children.setdefault(int(fields[1]), []).append(own)
-        # utime, stime and those of children that were waited for
-        used[own] = sum(int(word) for word in fields[11:15])
-    ticks, open_pids = 0, [pid]
+        stats[own] = fields
+    found, open_pids = [], [pid]
     while open_pids:
         current = open_pids.pop()
-        ticks += used.get(current, 0)
+        if current in stats:
+            found.append(stats[current])
         open_pids += children.get(current, [])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 class LoadMeter:

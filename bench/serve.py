@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,7 +16,12 @@ from typing import Any
 import numpy as np
 
 from bench.load import RequestRecord, Target, first_model, run_load
-from bench.machine import LoadMeter, busy_share
+from bench.machine import (
+    LoadMeter,
+    busy_share,
+    process_tree_rss_bytes,
+    process_tree_seconds,
+)
 from bench.presets import ServeCase
 from bench.prompts import arrival_times, make_prompts
 from bench.quiet import check_quiet
@@ -26,6 +32,7 @@ from bench.summary import distribution, median_results
 _SUMMED = ("errors", "short_requests")
 _SHOWN_ERRORS = 5
 _WARM_UP_OUTPUT = 8
+_IDLE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,16 @@ class ServeOptions:
 
 def run_serve(options: ServeOptions, origin: Origin) -> int:
     """Measure each case, append a row for each, print them; returns the number of errors."""
+    rows = measure_server(options, origin)
+    print(results_table(rows))
+    return sum(row["results"]["errors"] for row in rows)
+
+
+def measure_server(options: ServeOptions, origin: Origin) -> list[dict[str, Any]]:
+    """A row for each case, appended to the output as it comes.
+
+    Raises ServerFailedError, BusyMachineError and aiohttp's errors.
+    """
     if options.seed is None:
         options = replace(options, seed=secrets.randbits(32))
     command = options.server_command
@@ -67,8 +84,7 @@ def run_serve(options: ServeOptions, origin: Origin) -> int:
             row = _measure(case, options, origin, running)
             append_row(options.output, row)
             rows.append(row)
-    print(results_table(rows))
-    return sum(row["results"]["errors"] for row in rows)
+    return rows
 
 
 def summarize(records: Sequence[RequestRecord], duration: float, output_len: int) -> dict[str, Any]:
@@ -139,6 +155,7 @@ def _measure(
         runs.append(summarize(records, duration, case.output_len))
         for message in runs[-1]["error_messages"]:
             print(f"case {case.name}: {message}", file=sys.stderr)
+    other_cores = meter.other_cores() if meter else None
     parameters = {
         **asdict(case),
         "label": options.label,
@@ -156,9 +173,19 @@ def _measure(
         results=median_results(runs, summed=_SUMMED),
         runs=runs,
         server_ready_seconds=server.ready_seconds if server else None,
+        server_rss_bytes=process_tree_rss_bytes(server.pid) if server else None,
+        server_idle_cores=_idle_cores(server.pid) if server else None,
         load_before=load_before,
-        other_cores=meter.other_cores() if meter else None,
+        other_cores=other_cores,
     )
+
+
+def _idle_cores(pid: int) -> float:
+    """Cores that a server keeps busy with nothing to do, a moment after its last request."""
+    time.sleep(_IDLE_SECONDS)
+    before = process_tree_seconds(pid)
+    time.sleep(_IDLE_SECONDS)
+    return (process_tree_seconds(pid) - before) / _IDLE_SECONDS
 
 
 def _warm_up(case: ServeCase, options: ServeOptions) -> None:

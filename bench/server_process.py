@@ -22,6 +22,7 @@ class ServerFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
+    pid: int
     ready_seconds: float
     """From the start of its process until /health answered."""
 
@@ -42,7 +43,7 @@ def started_server(command: str, url: str, timeout: float) -> Iterator[RunningSe
         raise ServerFailedError(f"cannot start {command!r}: {error}") from error
     try:
         _wait_until_healthy(process, url, started + timeout)
-        yield RunningServer(time.monotonic() - started)
+        yield RunningServer(process.pid, time.monotonic() - started)
         if process.poll() is not None:
             raise ServerFailedError(f"the server ended by itself with {process.returncode}")
     finally:
