@@ -2,23 +2,32 @@
 
 Arrays say it themselves: `__cuda_array_interface__` on a GPU (CuPy, JAX, Numba, PyTorch), and
 `__array_interface__` where kernels run on the host.
+
+An address is read anew at every call, since an array object may come to stand for other memory.
+What follows from shape, strides and dtype alone is remembered by these: launches repeat them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
+ARRAY_INTERFACES = ("__cuda_array_interface__", "__array_interface__")
+
 _BFLOAT16 = "<V2"
 """How ml_dtypes, and CuPy after it, spell bfloat16 in an array interface."""
+_REMEMBERED = 4096
+"""Layouts; a model has some dozens for each number of rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayInfo:
-    """Address, shape, strides in elements, and the dtype's name ("bfloat16", "int32")."""
+class ArrayInfo(NamedTuple):
+    """Address, shape, strides in elements, and the dtype's name ("bfloat16", "int32").
+
+    A tuple, for it is made some fifty times a layer and that is the cheapest immutable object.
+    """
 
     pointer: int
     shape: tuple[int, ...]
@@ -28,12 +37,12 @@ class ArrayInfo:
 
     @property
     def is_contiguous(self) -> bool:
-        return has_contiguous_axes(self, len(self.shape))
+        return _has_contiguous_axes(self.shape, self.strides, len(self.shape))
 
 
 def interface_of(array: Any) -> dict[str, Any]:
     """The array's own description. Raises TypeError when it has none."""
-    for name in ("__cuda_array_interface__", "__array_interface__"):
+    for name in ARRAY_INTERFACES:
         interface = getattr(array, name, None)
         if interface is not None:
             return dict(interface)
@@ -42,28 +51,13 @@ def interface_of(array: Any) -> dict[str, Any]:
 
 def array_info(array: Any) -> ArrayInfo:
     """Facts about an array. Raises TypeError when it describes itself in no known way."""
-    interface = interface_of(array)
-    shape = tuple(interface["shape"])
-    typestr = str(interface["typestr"])
-    dtype = np.dtype(typestr)
-    strides = interface.get("strides")
-    if strides is None:
-        return _info(interface, shape, _contiguous_strides(shape), typestr, dtype)
-    assert all(stride % dtype.itemsize == 0 for stride in strides), f"{strides=} of {typestr}"
-    in_elements = tuple(stride // dtype.itemsize for stride in strides)
-    return _info(interface, shape, in_elements, typestr, dtype)
+    # mypy takes type[Any] for unhashable.
+    return _reader(type(array))(array)  # type: ignore[arg-type]
 
 
 def has_contiguous_axes(info: ArrayInfo, count: int) -> bool:
     """Whether the last `count` axes are laid out without gaps; axes of length 1 do not matter."""
-    if 0 in info.shape:
-        return True
-    first = len(info.shape) - count
-    expected = _contiguous_strides(info.shape)
-    return all(
-        info.shape[axis] == 1 or info.strides[axis] == expected[axis]
-        for axis in range(first, len(info.shape))
-    )
+    return _has_contiguous_axes(info.shape, info.strides, count)
 
 
 def check(condition: bool, **arrays: Any) -> None:
@@ -77,19 +71,53 @@ def check(condition: bool, **arrays: Any) -> None:
         raise ValueError(f"arrays do not fit: {text}")
 
 
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def _reader(kind: type) -> Callable[[Any], ArrayInfo]:
+    """How arrays of a class are read: CuPy's own have faster ways than their interface."""
+    is_cupy = kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray"
+    return _read_cupy if is_cupy else _read_interface
+
+
+def _read_cupy(array: Any) -> ArrayInfo:
+    return ArrayInfo(array.data.ptr, *_layout(array.shape, array.strides, array.dtype.str))
+
+
+def _read_interface(array: Any) -> ArrayInfo:
+    interface = interface_of(array)
+    strides = interface.get("strides")
+    if strides is not None:
+        strides = tuple(strides)
+    layout = _layout(tuple(interface["shape"]), strides, str(interface["typestr"]))
+    return ArrayInfo(int(interface["data"][0]), *layout)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _layout(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, typestr: str
+) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
+    """ArrayInfo but for the address, of strides in bytes; None: without gaps."""
+    dtype = np.dtype(typestr)
+    name = "bfloat16" if typestr == _BFLOAT16 else dtype.name
+    if strides is None:
+        return shape, _contiguous_strides(shape), name, dtype.itemsize
+    assert all(stride % dtype.itemsize == 0 for stride in strides), f"{strides=} of {typestr}"
+    in_elements = tuple(stride // dtype.itemsize for stride in strides)
+    return shape, in_elements, name, dtype.itemsize
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _has_contiguous_axes(shape: tuple[int, ...], strides: tuple[int, ...], count: int) -> bool:
+    if 0 in shape:
+        return True
+    expected = _contiguous_strides(shape)
+    return all(
+        shape[axis] == 1 or strides[axis] == expected[axis]
+        for axis in range(len(shape) - count, len(shape))
+    )
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     return tuple(strides)
-
-
-def _info(
-    interface: dict[str, Any],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    typestr: str,
-    dtype: np.dtype[Any],
-) -> ArrayInfo:
-    name = "bfloat16" if typestr == _BFLOAT16 else dtype.name
-    return ArrayInfo(int(interface["data"][0]), shape, strides, name, dtype.itemsize)

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from rawpaged.gpu.arguments import SCALAR_TYPES
 from rawpaged.gpu.arrays import array_info
-from rawpaged.gpu.module import KERNEL_PACKAGE, Function
+from rawpaged.gpu.module import KERNEL_PACKAGE, PLAIN_SHARED_BYTES, Function
 
 BASE_OPTIONS = ("-std=c++17", "-lineinfo", "-default-device")
-_STATIC_SHARED_BYTES = 48 * 1024
-"""Dynamic shared memory above this has to be asked for, kernel by kernel."""
 
 
 def compile_options(include: Path, headers: str) -> tuple[str, ...]:
@@ -34,12 +33,13 @@ def header_text(include: Path) -> str:
 
 
 class _StreamFunction:
-    """A kernel that is launched on one stream, with arrays of any library."""
+    """A kernel that is launched on one stream, with arrays of any library on a GPU."""
 
     def __init__(self, raw: Any, stream: Any, own_type: type[Any]) -> None:
         self._raw = raw
         self._stream = stream
-        self._types = (own_type, np.generic)
+        self._own_type = own_type
+        self._types = frozenset((own_type, *SCALAR_TYPES.values()))
 
     def __call__(
         self,
@@ -49,12 +49,20 @@ class _StreamFunction:
         *,
         shared_mem: int = 0,
     ) -> None:
-        # CuPy takes no arrays but its own; to a kernel they are addresses.
-        own = tuple(
-            arg if isinstance(arg, self._types) else np.uintp(array_info(arg).pointer)
-            for arg in args
-        )
+        types = self._types
+        own = tuple([arg if type(arg) in types else self._as_own(arg) for arg in args])
         self._raw(grid, block, own, shared_mem=shared_mem, stream=self._stream)
+
+    def _as_own(self, arg: Any) -> Any:
+        """CuPy takes no arrays but its own; to a kernel they are addresses.
+
+        Raises TypeError for arrays on the host, whose addresses a GPU must not follow.
+        """
+        if isinstance(arg, (self._own_type, np.generic)):
+            return arg
+        if not hasattr(arg, "__cuda_array_interface__"):
+            raise TypeError(f"a {type(arg).__name__} has no __cuda_array_interface__")
+        return np.uintp(array_info(arg).pointer)
 
 
 class CupyLoader:
@@ -79,7 +87,7 @@ class CupyLoader:
         functions: dict[str, Function] = {}
         for name in names:
             function = module.get_function(name)
-            if max_shared_mem[name] > _STATIC_SHARED_BYTES:
+            if max_shared_mem[name] > PLAIN_SHARED_BYTES:
                 function.max_dynamic_shared_size_bytes = max_shared_mem[name]
             functions[name] = _StreamFunction(function, self._stream, self._cupy.ndarray)
         return functions

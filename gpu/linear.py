@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rawpaged.gpu.arrays import ArrayInfo, array_info, check, has_contiguous_axes
+from rawpaged.gpu.launch import Launch, Operand, PreparedLaunches, layout_of
 from rawpaged.gpu.linear_kernels import (
     GEMV_ROWS,
     GEMV_THREADS,
@@ -114,31 +115,28 @@ def is_worth_splitting(ctas: int, slices: int, num_sms: int) -> bool:
     return slices > 1 and 2 * ctas <= num_sms
 
 
+_OUT, _X, _WEIGHT, _BIAS, _WORKSPACE = (Operand(index) for index in range(5))
+
+
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The arguments of one call, checked."""
+    """The numbers of one call, checked; its launches are over (out, x, W, bias, workspace)."""
 
-    out: Any
-    x: Any
-    weight: PackedLinear
     mode: Mode
     x_stride: int
     out_stride: int
     rows: int
+    out_features: int
+    depth: int
+    """K as the kernels take it, padding included."""
 
     @property
-    def operands(self) -> tuple[Any, ...]:
-        return self.x, self.x_stride, self.weight.weight
+    def operands(self) -> tuple[Operand | int, ...]:
+        return _X, self.x_stride, _WEIGHT
 
     @property
-    def result(self) -> tuple[Any, ...]:
-        out = (self.weight.bias, self.out, self.out_stride)
-        return *out, self.rows, self.weight.out_features
-
-    @property
-    def depth(self) -> int:
-        """K as the kernels take it, padding included."""
-        return self.weight.padded_in_features
+    def result(self) -> tuple[Operand | int, ...]:
+        return _BIAS, _OUT, self.out_stride, self.rows, self.out_features
 
     @property
     def slices(self) -> int:
@@ -146,7 +144,7 @@ class _Product:
 
     @property
     def columns(self) -> int:
-        return self.weight.out_features // self.mode.halves
+        return self.out_features // self.mode.halves
 
 
 class Linear:
@@ -175,6 +173,7 @@ class Linear:
         self._workspace = workspace
         self._workspace_size = array_info(workspace).shape[0]
         self._batch_invariant = batch_invariant
+        self._launches = PreparedLaunches()
         keys = kernel_keys(tiles.values(), modes, with_gemv=not batch_invariant)
         self._kernels = _load(loader, {key: instance_of(dtype, key) for key in keys})
 
@@ -187,21 +186,18 @@ class Linear:
         multiples of 16 bytes; out is of a declared mode's dtype, of any row stride, apart from
         x. columns is out_features, or half of that with SILU_MUL. Raises ValueError otherwise.
         """
-        product = self._checked(out, x, weight, epilogue)
-        if product.rows == 0:
-            return
-        if product.rows <= GEMV_ROWS[-1] and not self._batch_invariant:
-            self._gemv(product)
-            return
-        tile = next((tile for most, tile in self._tiles if product.rows <= most), None)
-        if tile is None:
-            raise ValueError(f"{product.rows} rows: no tile for more than {self._tiles[-1][0]}")
-        if isinstance(tile, FewRowsTile):
-            self._few_rows(product, tile)
-        else:
-            self._gemm(product, tile)
+        to, source = array_info(out), array_info(x)
+        shape = (weight.out_features, weight.padded_in_features, weight.dtype)
+        key = (epilogue, layout_of(to), layout_of(source), shape)
+        launches = self._launches.get(key)
+        if launches is None:
+            mode = self._checked_mode(out, x, weight, epilogue)
+            product = _Product(mode, source.strides[0], to.strides[0], source.shape[0], *shape[:2])
+            launches = self._launches.put(key, self._prepare(product))
+        for launch in launches:
+            launch((out, x, weight.weight, weight.bias, self._workspace))
 
-    def _checked(self, out: Any, x: Any, weight: PackedLinear, epilogue: Epilogue) -> _Product:
+    def _checked_mode(self, out: Any, x: Any, weight: PackedLinear, epilogue: Epilogue) -> Mode:
         to, source = array_info(out), array_info(x)
         mode = Mode(epilogue, to.dtype)
         if mode not in self._modes:
@@ -219,19 +215,38 @@ class Linear:
             x=x,
             weight=weight.weight,
         )
-        return _Product(out, x, weight, mode, source.strides[0], to.strides[0], source.shape[0])
+        return mode
 
-    def _gemv(self, product: _Product) -> None:
+    def _prepare(self, product: _Product) -> tuple[Launch, ...]:
+        """The kernel or kernels that compute a product."""
+        if product.rows == 0:
+            return ()
+        if product.rows <= GEMV_ROWS[-1] and not self._batch_invariant:
+            return (self._gemv(product),)
+        tile = next((tile for most, tile in self._tiles if product.rows <= most), None)
+        if tile is None:
+            raise ValueError(f"{product.rows} rows: no tile for more than {self._tiles[-1][0]}")
+        if isinstance(tile, FewRowsTile):
+            return (self._few_rows(product, tile),)
+        width = workspace_width(product.out_features, product.mode)
+        ctas = -(-product.rows // tile.rows) * -(-width // tile.columns)
+        fits = product.slices * product.rows * width <= self._workspace_size
+        if fits and is_worth_splitting(ctas, product.slices, self._num_sms):
+            return self._split_gemm(product, tile, ctas)
+        return (self._gemm(product, tile, ctas),)
+
+    def _gemv(self, product: _Product) -> Launch:
         rows = next(rows for rows in GEMV_ROWS if product.rows <= rows)
         kernel = self._kernels[KernelKey("gemv", product.mode, rows)]
         columns = GEMV_THREADS // 32 * gemv_columns(product.mode)
         grid = (-(-product.columns // columns),)
-        kernel(grid, (GEMV_THREADS,), *product.operands, *product.result, product.depth)
+        block = (GEMV_THREADS,)
+        return kernel.prepare(grid, block, *product.operands, *product.result, product.depth)
 
-    def _few_rows(self, product: _Product, tile: FewRowsTile) -> None:
+    def _few_rows(self, product: _Product, tile: FewRowsTile) -> Launch:
         kernel = self._kernels[KernelKey("few_rows", product.mode, tile)]
         columns = 16 * tile.groups // product.mode.halves
-        kernel(
+        return kernel.prepare(
             (-(-product.columns // columns),),
             (32 * product.slices,),
             *product.operands,
@@ -241,15 +256,9 @@ class Linear:
             shared_mem=tile.shared_bytes(product.slices),
         )
 
-    def _gemm(self, product: _Product, tile: GemmTile) -> None:
-        width = workspace_width(product.weight.out_features, product.mode)
-        ctas = -(-product.rows // tile.rows) * -(-width // tile.columns)
-        fits = product.slices * product.rows * width <= self._workspace_size
-        if fits and is_worth_splitting(ctas, product.slices, self._num_sms):
-            self._split_gemm(product, tile, ctas)
-            return
+    def _gemm(self, product: _Product, tile: GemmTile, ctas: int) -> Launch:
         kernel = self._kernels[KernelKey("gemm", product.mode, tile)]
-        kernel(
+        return kernel.prepare(
             (ctas,),
             (tile.threads,),
             *product.operands,
@@ -259,15 +268,15 @@ class Linear:
             shared_mem=tile.shared_bytes,
         )
 
-    def _split_gemm(self, product: _Product, tile: GemmTile, ctas: int) -> None:
+    def _split_gemm(self, product: _Product, tile: GemmTile, ctas: int) -> tuple[Launch, Launch]:
         kernel = self._kernels[slice_key(tile, product.mode)]
-        kernel(
+        parts = kernel.prepare(
             (ctas, product.slices),
             (tile.threads,),
             *product.operands,
-            self._workspace,
+            _WORKSPACE,
             product.rows,
-            product.weight.out_features,
+            product.out_features,
             product.depth,
             slice_length(product.depth),
             shared_mem=tile.shared_bytes,
@@ -275,7 +284,7 @@ class Linear:
         reduce = self._kernels[KernelKey("gemm_reduce", product.mode)]
         grid = (-(-product.columns // (4 * REDUCE_THREADS)), product.rows)
         block = (REDUCE_THREADS,)
-        reduce(grid, block, self._workspace, *product.result, product.slices)
+        return parts, reduce.prepare(grid, block, _WORKSPACE, *product.result, product.slices)
 
 
 def workspace_width(out_features: int, mode: Mode) -> int:

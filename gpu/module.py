@@ -12,27 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any, Protocol
 
-import numpy as np
+from rawpaged.gpu.arguments import SCALAR_TYPES, as_array, scalar_converter
+from rawpaged.gpu.launch import Function as Function
+from rawpaged.gpu.launch import Launch, Operand
 
 KERNEL_PACKAGE = "rawpaged.gpu.kernels"
 
-_SCALARS = {"int": np.int32, "long long": np.int64, "float": np.float32, "unsigned": np.uint32}
-
-
-class Function(Protocol):
-    """A compiled kernel; arguments are device arrays and NumPy scalars of the exact C types."""
-
-    def __call__(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: tuple[Any, ...],
-        *,
-        shared_mem: int = 0,
-    ) -> None: ...
+PLAIN_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory above this has to be asked for, kernel by kernel."""
 
 
 class Loader(Protocol):
@@ -113,10 +104,8 @@ def instantiate(
         for parameter in declaration.parse()
     )
     for parameter in parameters:
-        assert parameter.is_pointer or parameter.c_type in _SCALARS, parameter
-    signature = ", ".join(
-        f"{p.c_type.replace('*', '* __restrict__')} {p.name}" for p in parameters
-    )
+        assert parameter.is_pointer or parameter.c_type in SCALAR_TYPES, parameter
+    signature = ", ".join(f"{p.c_type.replace('*', '* __restrict__')} {p.name}" for p in parameters)
     call = ", ".join(parameter.name for parameter in parameters)
     arguments = ", ".join(str(argument) for argument in template_args)
     definition = (
@@ -129,12 +118,20 @@ def instantiate(
 class Kernel:
     """A compiled instance that converts scalars by its signature and checks what it can.
 
-    CuPy would pass a Python int as int64 and a float as double without a word.
+    What follows from the signature is worked out here once: a step makes hundreds of launches.
     """
 
     def __init__(self, instance: Instance, function: Function) -> None:
         self.instance = instance
         self._function = function
+        names = [f"{instance.name}: {parameter.name}" for parameter in instance.parameters]
+        self._converters = tuple(
+            partial(as_array, name)
+            if parameter.is_pointer
+            else scalar_converter(parameter.c_type, name)
+            for name, parameter in zip(names, instance.parameters, strict=True)
+        )
+        self._most_shared_mem = max(instance.max_shared_mem, PLAIN_SHARED_BYTES)
 
     @property
     def name(self) -> str:
@@ -143,16 +140,42 @@ class Kernel:
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], *args: Any, shared_mem: int = 0
     ) -> None:
-        parameters = self.instance.parameters
-        if len(args) != len(parameters):
-            raise TypeError(f"{self.name} takes {len(parameters)} arguments, not {len(args)}")
-        if shared_mem > max(self.instance.max_shared_mem, 48 * 1024):
-            raise ValueError(f"{self.name}: {shared_mem=} is more than was declared")
-        converted = tuple(
-            _convert(self.name, parameter, arg)
-            for parameter, arg in zip(parameters, args, strict=True)
+        """Launch; the function gets arrays as they are and scalars of the exact C types.
+
+        Raises TypeError for a wrong number of arguments and for what is no array where one is
+        due, OverflowError for a number that the parameter's type does not hold, ValueError for
+        more shared memory than was declared.
+        """
+        self._check_call(args, shared_mem)
+        converted = [convert(arg) for convert, arg in zip(self._converters, args, strict=True)]
+        self._function(grid, block, tuple(converted), shared_mem=shared_mem)
+
+    def prepare(
+        self, grid: tuple[int, ...], block: tuple[int, ...], *args: Any, shared_mem: int = 0
+    ) -> Launch:
+        """A launch over arrays to come, with an Operand for each of them; raises as a call does."""
+        self._check_call(args, shared_mem)
+        converted: list[Any] = []
+        places = []
+        for parameter, convert, arg in zip(
+            self.instance.parameters, self._converters, args, strict=True
+        ):
+            if isinstance(arg, Operand) and parameter.is_pointer:
+                places.append((len(converted), arg.index))
+                converted.append(None)
+            elif parameter.is_pointer:
+                raise TypeError(f"{self.name}: {parameter.name} must be an Operand, not {arg!r}")
+            else:
+                converted.append(convert(arg))
+        return Launch(
+            self.name, self._function, grid, block, tuple(converted), tuple(places), shared_mem
         )
-        self._function(grid, block, converted, shared_mem=shared_mem)
+
+    def _check_call(self, args: tuple[Any, ...], shared_mem: int) -> None:
+        if len(args) != len(self._converters):
+            raise TypeError(f"{self.name} takes {len(self._converters)} arguments, not {len(args)}")
+        if shared_mem > self._most_shared_mem:
+            raise ValueError(f"{self.name}: {shared_mem=} is more than was declared")
 
 
 def load_kernels(loader: Loader, instances: Sequence[Instance]) -> dict[str, Kernel]:
@@ -179,16 +202,3 @@ def _replace_types(c_type: str, types: Mapping[str, str]) -> str:
     for name, replacement in types.items():
         c_type = re.sub(rf"\b{name}\b", replacement, c_type)
     return c_type
-
-
-def _convert(kernel: str, parameter: Parameter, arg: Any) -> Any:
-    is_array = hasattr(arg, "__cuda_array_interface__") or hasattr(arg, "__array_interface__")
-    if parameter.is_pointer:
-        if not is_array or np.ndim(arg) == 0:
-            raise TypeError(f"{kernel}: {parameter.name} must be an array, not {arg!r}")
-        return arg
-    scalar = _SCALARS[parameter.c_type]
-    converted = scalar(arg)
-    if converted != arg and not isinstance(converted, np.float32):
-        raise OverflowError(f"{kernel}: {parameter.name}={arg} is no {parameter.c_type}")
-    return converted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rawpaged.gpu.arrays import ArrayInfo, array_info, check, has_contiguous_axes
+from rawpaged.gpu.launch import Launch, Operand, PreparedLaunches, layout_of
 from rawpaged.gpu.module import (
     Instance,
     KernelDeclaration,
@@ -92,6 +93,7 @@ class RmsNorm:
         )
         threads = threads_of_row(size)
         self._block = (threads, _WARPS_A_BLOCK if threads == 32 else 1)
+        self._launches = PreparedLaunches()
 
     def rms_norm(self, out: Any, x: Any, weight: Any, eps: float) -> None:
         """out T = x / rms(x) * weight over the last axis of x[n, size] or x[n, heads, size].
@@ -99,53 +101,80 @@ class RmsNorm:
         x is float32 or T, and may be out itself but not overlap it otherwise. The last axes are
         contiguous; rows may be any number of whole packs apart.
         """
-        to, source = array_info(out), array_info(x)
-        check(
-            to.shape == source.shape
-            and source.dtype in ("float32", self.dtype)
-            and self._is_view(to, self.dtype)
-            and self._is_view(source, source.dtype)
-            and self._is_weight(weight),
-            out=out,
-            x=x,
-            weight=weight,
-        )
-        heads = source.shape[1] if len(source.shape) == 3 else 1
-        num_rows = source.shape[0] * heads
-        if num_rows == 0:
-            return
-        grid = self._grid(num_rows)
-        if to.pointer == source.pointer:
-            check(to == source, out=out, x=x)
-            self._in_place(grid, self._block, out, weight, num_rows, heads, source.strides[0], eps)
-            return
-        kernel = self._from_float if source.dtype == "float32" else self._from_same
-        strides = (to.strides[0], source.strides[0])
-        kernel(grid, self._block, out, x, weight, num_rows, heads, *strides, eps)
+        to, source, scale = array_info(out), array_info(x), array_info(weight)
+        in_place = to.pointer == source.pointer
+        key = (in_place, layout_of(to), layout_of(source), layout_of(scale), eps)
+        launches = self._launches.get(key)
+        if launches is None:
+            check(
+                to.shape == source.shape
+                and source.dtype in ("float32", self.dtype)
+                and self._is_view(to, self.dtype)
+                and self._is_view(source, source.dtype)
+                and self._is_weight(scale)
+                and not (in_place and to != source),
+                out=out,
+                x=x,
+                weight=weight,
+            )
+            launches = self._launches.put(key, self._prepare_norm(to, source, in_place, eps))
+        for launch in launches:
+            launch((out, x, weight))
 
     def add_rms_norm(self, out: Any, x: Any, residual: Any, weight: Any, eps: float) -> None:
         """residual f32[n, size] += x T[n, size]; out T = residual / rms(residual) * weight.
 
         All three are contiguous, and none overlaps another.
         """
-        infos = [array_info(array) for array in (out, x, residual)]
-        shape = infos[0].shape
-        check(
-            all(info.shape == shape and info.is_contiguous for info in infos)
-            and len(shape) == 2
-            and [info.dtype for info in infos] == [self.dtype, self.dtype, "float32"]
-            and all(self._is_view(info, info.dtype) for info in infos)
-            and len({info.pointer for info in infos}) == 3
-            and self._is_weight(weight),
-            out=out,
-            x=x,
-            residual=residual,
-            weight=weight,
-        )
-        if shape[0] > 0:
-            self._after_sum(
-                self._grid(shape[0]), self._block, out, x, residual, weight, shape[0], eps
+        infos = [array_info(array) for array in (out, x, residual, weight)]
+        key = (*map(layout_of, infos), eps)
+        launches = self._launches.get(key)
+        fits = len({info.pointer for info in infos}) == 4
+        if launches is None or not fits:
+            check(fits and self._fit_sum(*infos), out=out, x=x, residual=residual, weight=weight)
+            launches = self._launches.put(key, self._prepare_sum(infos[0].shape[0], eps))
+        for launch in launches:
+            launch((out, x, residual, weight))
+
+    def _prepare_norm(
+        self, to: ArrayInfo, source: ArrayInfo, in_place: bool, eps: float
+    ) -> tuple[Launch, ...]:
+        """Over (out, x, weight)."""
+        out, x, weight = (Operand(i) for i in range(3))
+        heads = source.shape[1] if len(source.shape) == 3 else 1
+        num_rows = source.shape[0] * heads
+        if num_rows == 0:
+            return ()
+        grid, rest = self._grid(num_rows), (num_rows, heads)
+        if in_place:
+            return (
+                self._in_place.prepare(
+                    grid, self._block, out, weight, *rest, source.strides[0], eps
+                ),
             )
+        kernel = self._from_float if source.dtype == "float32" else self._from_same
+        strides = (to.strides[0], source.strides[0])
+        return (kernel.prepare(grid, self._block, out, x, weight, *rest, *strides, eps),)
+
+    def _prepare_sum(self, num_rows: int, eps: float) -> tuple[Launch, ...]:
+        """Over (out, x, residual, weight)."""
+        if num_rows == 0:
+            return ()
+        operands = (Operand(i) for i in range(4))
+        grid = self._grid(num_rows)
+        return (self._after_sum.prepare(grid, self._block, *operands, num_rows, eps),)
+
+    def _fit_sum(
+        self, out: ArrayInfo, x: ArrayInfo, residual: ArrayInfo, weight: ArrayInfo
+    ) -> bool:
+        rows = (out, x, residual)
+        return (
+            all(info.shape == out.shape and info.is_contiguous for info in rows)
+            and len(out.shape) == 2
+            and [info.dtype for info in rows] == [self.dtype, self.dtype, "float32"]
+            and all(self._is_view(info, info.dtype) for info in rows)
+            and self._is_weight(weight)
+        )
 
     def _grid(self, num_rows: int) -> tuple[int, ...]:
         return (-(-num_rows // self._block[1]),)
@@ -161,8 +190,7 @@ class RmsNorm:
             and (info.shape[0] <= 1 or info.strides[0] * info.itemsize % pack == 0)
         )
 
-    def _is_weight(self, weight: Any) -> bool:
-        info = array_info(weight)
+    def _is_weight(self, info: ArrayInfo) -> bool:
         pack = min(pack_size(self.size) * info.itemsize, 16)
         return (
             info.dtype == "float32"

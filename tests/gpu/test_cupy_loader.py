@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rawpaged.gpu.cupy_loader import CupyLoader
 
@@ -17,9 +18,7 @@ class _Kernel:
         self.max_dynamic_shared_size_bytes = 0
         self.calls: list[tuple[Any, ...]] = []
 
-    def __call__(
-        self, grid: Any, block: Any, args: Any, *, shared_mem: int, stream: Any
-    ) -> None:
+    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int, stream: Any) -> None:
         self.calls.append((grid, block, args, shared_mem, stream))
 
 
@@ -87,3 +86,13 @@ def test_headers_are_part_of_the_options() -> None:
     """CuPy's cache knows kernels by their source and options."""
     cupy, _ = load()
     assert sum(option.startswith("-DHEADERS_") for option in cupy.options) == 1
+
+
+def test_arrays_on_the_host_are_refused() -> None:
+    """A GPU that follows an address of the host's ends the process, or worse."""
+    cupy = _Cupy()
+    cupy.ndarray = _Foreign
+    functions = CupyLoader(cupy, None).load("", ["k"], max_shared_mem={"k": 0})
+    with pytest.raises(TypeError, match="ndarray has no __cuda_array_interface__"):
+        functions["k"]((1,), (32,), (np.zeros(2, np.float32),))
+    assert not cupy.kernels["k"].calls
