@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 from rawpaged.config import EngineConfig
+from rawpaged.engine.block_map import BlockMap, make_block_map
 from rawpaged.engine.engine_thread import EngineThread
 from rawpaged.engine.loading import load_engine
 from rawpaged.engine.output_processor import Submission
 from rawpaged.engine.profiling import Profile, ProfileOptions
 from rawpaged.engine.stats import StatsLogger
+from rawpaged.errors import InvalidRequestError
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.scheduler.kv_stats import KVStats
@@ -101,6 +103,23 @@ class AsyncEngine:
     async def kv_stats(self) -> KVStats:
         """The KV pool in numbers, when the step that runs is over. Raises EngineClosedError."""
         return await asyncio.wrap_future(self._thread.kv_stats())
+
+    async def block_map(self, first_block: int, num_blocks: int) -> BlockMap:
+        """Part of the KV pool, block by block, when the step that runs is over.
+
+        The engine's thread copies block tables only; the map is made in another. Raises
+        InvalidRequestError for blocks that are not there, and EngineClosedError.
+        """
+        last = self.memory_plan.num_blocks - 1
+        if not 0 <= first_block <= last:
+            message = f"first_block={first_block} must be from 0 to {last}"
+            raise InvalidRequestError(message, "first_block")
+        if num_blocks < 1:
+            raise InvalidRequestError(f"num_blocks={num_blocks} must be at least 1", "num_blocks")
+        step, snapshot = await asyncio.wrap_future(self._thread.pool_snapshot())
+        return await asyncio.to_thread(
+            make_block_map, snapshot, step=step, first_block=first_block, num_blocks=num_blocks
+        )
 
     def close(self) -> None:
         """End all requests with finish_reason "abort", stop the thread, free all memory."""

@@ -18,6 +18,7 @@ from rawpaged.engine.profiling import Profile, ProfileOptions, Profiler
 from rawpaged.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from rawpaged.request import FinishReason, Request
 from rawpaged.scheduler.kv_stats import KVStats
+from rawpaged.scheduler.pool_snapshot import PoolSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,13 @@ class EngineThread:
         stats: Future[KVStats] = Future()
         self._put(_Call(self._engine.scheduler.kv_stats, stats))
         return stats
+
+    def pool_snapshot(self) -> Future[tuple[int, PoolSnapshot]]:
+        """Who holds which block, and the number of steps run so far. Raises EngineClosedError."""
+        scheduler, profiler = self._engine.scheduler, self._profiler
+        snapshot: Future[tuple[int, PoolSnapshot]] = Future()
+        self._put(_Call(lambda: (profiler.num_steps, scheduler.pool_snapshot()), snapshot))
+        return snapshot
 
     def close(self) -> None:
         """Abort what runs, end the thread and free the engine; may be called again."""

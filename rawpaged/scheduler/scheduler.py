@@ -17,6 +17,7 @@ from rawpaged.request import FinishReason, Request, RequestStatus
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
 from rawpaged.scheduler.kv_stats import KVStats, count_open_slots
 from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
+from rawpaged.scheduler.pool_snapshot import PoolSnapshot, RequestBlocks
 
 
 class Scheduler:
@@ -261,6 +262,28 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
+        )
+
+    def pool_snapshot(self) -> PoolSnapshot:
+        """Who holds which block; to be called between steps. Copies, and walks over nothing."""
+        manager = self.kv_cache_manager
+        return PoolSnapshot(
+            num_blocks=manager.block_pool.num_blocks,
+            block_size=manager.block_size,
+            num_waiting=len(self._waiting),
+            requests=tuple(self._blocks_of(request) for request in self._running),
+            published_blocks=manager.block_pool.published_blocks(),
+        )
+
+    def _blocks_of(self, request: Request) -> RequestBlocks:
+        return RequestBlocks(
+            request_id=request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_tokens=request.num_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            block_table=self.kv_cache_manager.block_table(request.request_id),
         )
 
     def check_integrity(self) -> None:

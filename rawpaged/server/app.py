@@ -21,6 +21,7 @@ from rawpaged.server.info import (
     show_model,
     show_version,
 )
+from rawpaged.server.kv import show_kv
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.middleware import add_headers, check_api_key, log_access, report_errors
 from rawpaged.server.profiling import start_profile, stop_profile
@@ -85,6 +86,7 @@ def _routes() -> list[web.RouteDef]:
         web.get("/health", show_health),
         web.get("/version", show_version),
         web.get("/metrics", show_metrics),
+        web.get("/kv", show_kv),
         web.post("/start_profile", start_profile),
         web.post("/stop_profile", stop_profile),
     ]

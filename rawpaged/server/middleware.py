@@ -17,6 +17,7 @@ access_logger = logging.getLogger("rawpaged.server.access")
 
 SERVER_NAME = "rawpaged"
 OPEN_PATHS = ("/health", "/metrics")
+PROBE_PATHS = (*OPEN_PATHS, "/kv")
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -35,7 +36,7 @@ async def log_access(request: web.Request, handler: Handler) -> web.StreamRespon
         return response
     finally:
         # The raw path is percent-encoded, so a client cannot forge log lines with it.
-        is_probe = request.path in OPEN_PATHS and status == 200
+        is_probe = request.path in PROBE_PATHS and status == 200
         access_logger.log(
             logging.DEBUG if is_probe else logging.INFO,
             "%s %s %d %.3f s id=%s%s",

@@ -113,6 +113,9 @@ def test_a_block_that_only_one_owner_has_filled() -> None:
     stats = runner.scheduler.kv_stats()
     assert stats == walked(runner)
     assert (stats.num_shared_blocks, stats.num_saved_blocks, stats.num_unfilled_slots) == (2, 2, 2)
+    first.num_computed_tokens = 7
+    assert runner.scheduler.kv_stats() == walked(runner)
+    assert runner.scheduler.kv_stats().num_unfilled_slots == 1
     first.num_computed_tokens = 8
     stats = runner.scheduler.kv_stats()
     assert stats == walked(runner)
