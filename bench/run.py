@@ -1,4 +1,4 @@
-"""The command line: `python -m bench.run {serve,ops,engine}`; see README.md."""
+"""The command line: `python -m bench.run {serve,ops,engine,perplexity}`; see README.md."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import aiohttp
 from bench.engine import EngineOptions, default_cases, run_engine
 from bench.load import Target
 from bench.ops import OpsOptions, run_ops
+from bench.perplexity import DEFAULT_TEXT, PerplexityOptions, run_perplexity
 from bench.presets import PRESETS, ServeCase
 from bench.quiet import BusyMachineError
 from bench.rows import Origin, command_line
@@ -32,12 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures = run_serve(_serve_options(options), origin)
         elif options.benchmark == "ops":
             failures = run_ops(_ops_options(options), origin)
-        else:
+        elif options.benchmark == "engine":
             failures = run_engine(_engine_options(options), origin)
+        else:
+            failures = run_perplexity(_perplexity_options(options), origin)
     except (
         BusyMachineError,
         ServerFailedError,
         RawpagedError,
+        OSError,
         ValueError,
         aiohttp.ClientError,
     ) as error:
@@ -55,10 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_ops(commands.add_parser("ops", help="each op of the CPU backend"))
     _add_engine(commands.add_parser("engine", help="the engine in this process, without HTTP"))
     for command in commands.choices.values():
-        command.add_argument("--output", type=Path, help="file that rows are appended to")
         command.add_argument(
             "--require-quiet", action="store_true", help="refuse to measure on a busy machine"
         )
+    _add_perplexity(commands.add_parser("perplexity", help="quality by type of weights and KV"))
+    for command in commands.choices.values():
+        command.add_argument("--output", type=Path, help="file that rows are appended to")
     return parser
 
 
@@ -110,6 +116,21 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, default=512)
     add("--repeat", type=int, default=1, help="repetitions; results are their medians")
     add("--seed", type=int)
+
+
+def _add_perplexity(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2-135m")
+    add(
+        "--variants",
+        nargs="+",
+        default=["dtype=float32", "dtype=bfloat16"],
+        metavar="NAME=VALUE,...",
+        help="fields of the engine's configuration; the first variant is the reference",
+    )
+    add("--text", type=Path, default=DEFAULT_TEXT, help="UTF-8 file")
+    add("--window", type=int, default=512, help="tokens of a prompt")
+    add("--threads", type=int, help="default: all usable cores")
 
 
 def _serve_options(options: argparse.Namespace) -> ServeOptions:
@@ -177,6 +198,17 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
         repeat=options.repeat,
         seed=options.seed,
         require_quiet=options.require_quiet,
+        output=options.output,
+    )
+
+
+def _perplexity_options(options: argparse.Namespace) -> PerplexityOptions:
+    return PerplexityOptions(
+        model=options.model,
+        variants=options.variants,
+        text=options.text,
+        window=options.window,
+        num_threads=options.threads,
         output=options.output,
     )
 
