@@ -92,8 +92,8 @@ class _NothingRuns(HostDevice):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return self._new(shape, numpy_dtype(dtype))
 
-    def upload(self, array: npt.NDArray[Any]) -> Any:
-        return self._new(array.shape, array.dtype)
+    def upload(self, array: npt.NDArray[Any], dtype: str | None = None) -> Any:
+        return self._new(array.shape, array.dtype if dtype is None else numpy_dtype(dtype))
 
 
 class _Spy:

@@ -28,7 +28,7 @@ from rawpaged.gpu.device import Device
 from rawpaged.gpu.embedding import Embedding
 from rawpaged.gpu.gather import GatherRows
 from rawpaged.gpu.kv_cache import bytes_per_block, cache_shape, check_cache_shape
-from rawpaged.gpu.linear import Linear, PackedLinear, pack, workspace_size
+from rawpaged.gpu.linear import Linear, PackedLinear, as_packed, workspace_size
 from rawpaged.gpu.linear_kernels import Epilogue, Mode
 from rawpaged.gpu.logit_edits import EditLogits
 from rawpaged.gpu.norm import RmsNorm
@@ -79,7 +79,7 @@ class CudaBackend:
     def upload(self, array: npt.NDArray[Any]) -> Any:
         if array.dtype.kind in "iu":
             return self.device.upload(array)
-        return self.device.upload(np.asarray(array, np.float32))
+        return self.device.upload(array, "float32")
 
     def download(self, array: Any) -> npt.NDArray[Any]:
         return self.device.download(array)
@@ -89,7 +89,13 @@ class CudaBackend:
     ) -> PackedLinear:
         if weight.shape[1] % 8:
             raise BackendError(f"in_features={weight.shape[1]} is not a multiple of 8")
-        return pack(weight, bias, dtype=self.dtype, to_device=self.device.upload)
+        upload = self.device.upload
+        full_bias = np.zeros(len(weight), np.float32) if bias is None else bias
+        return as_packed(
+            upload(weight, self.dtype),
+            upload(full_bias, "float32"),
+            in_features=weight.shape[1],
+        )
 
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
         check_cache_shape(head_dim, block_size)

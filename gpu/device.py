@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rawpaged.errors import BackendError
 from rawpaged.gpu.module import Function, Loader
 from rawpaged.gpu.profiler import CudaProfiler
+from rawpaged.gpu.staging import Event, Staging
 from rawpaged.tracing import RangeSink
 
 _DTYPES = {
@@ -56,8 +57,11 @@ class Device(Protocol):
         """An array in pinned host memory that kernels read and write as if it were the device's."""
         ...
 
-    def upload(self, array: npt.NDArray[Any]) -> Any:
-        """A copy on the device; the caller may change the original afterwards."""
+    def upload(self, array: npt.NDArray[Any], dtype: str | None = None) -> Any:
+        """A copy on the device, rounded to `dtype` if that is given.
+
+        The caller may change the original afterwards.
+        """
         ...
 
     def write(self, target: Any, array: npt.NDArray[Any]) -> None:
@@ -91,15 +95,19 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """CuPy's current device with a stream of its own. Raises BackendError if there is none."""
+    """CuPy's current device with a stream of its own. Raises BackendError if there is none.
 
-    def __init__(self) -> None:
-        self._cupy = _import_cupy()
+    `cupy` may be something that does as CuPy does; None is CuPy itself.
+    """
+
+    def __init__(self, cupy: Any = None) -> None:
+        self._cupy = _import_cupy() if cupy is None else cupy
         from rawpaged.gpu.cupy_loader import CupyLoader
 
         self._device = self._cupy.cuda.Device()
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._profiler = CudaProfiler(self._cupy)
+        self._staging = Staging(self)
         self.loader: Loader = CupyLoader(self._cupy, self._stream)
 
     @property
@@ -134,11 +142,27 @@ class CudaDevice:
             unowned = cuda.UnownedMemory(int(memory), nbytes, memory, self._device.id)
             return self._cupy.ndarray(shape, element, cuda.MemoryPointer(unowned, 0))
 
-    def upload(self, array: npt.NDArray[Any]) -> Any:
-        target = self.empty(array.shape, array.dtype.name)
-        target.set(np.ascontiguousarray(array), stream=self._stream)
-        self._stream.synchronize()
+    def upload(self, array: npt.NDArray[Any], dtype: str | None = None) -> Any:
+        target = self.empty(array.shape, dtype or array.dtype.name)
+        self._staging.copy(target, array)
         return target
+
+    def pinned_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Pinned memory as the host sees it."""
+        cuda = self._cupy.cuda
+        with self._device:
+            pinned = cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+        return np.frombuffer(pinned, np.uint8, nbytes)
+
+    def copy_async(self, target: Any, pinned: npt.NDArray[Any]) -> None:
+        """Queue a copy of pinned memory to the device, which fetches it later."""
+        target.set(pinned, stream=self._stream)
+
+    def record(self) -> Event:
+        """An event behind everything queued so far."""
+        with self._device:
+            event: Event = self._stream.record()
+        return event
 
     def write(self, target: Any, array: npt.NDArray[Any]) -> None:
         target.set(np.ascontiguousarray(array), stream=self._stream)
@@ -182,6 +206,7 @@ class CudaDevice:
             self._profiler.stop()
 
     def close(self) -> None:
+        self._staging.close()
         self._stream.synchronize()
         with self._device:
             self._cupy.get_default_memory_pool().free_all_blocks()

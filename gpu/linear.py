@@ -72,17 +72,31 @@ def pack(
     if padded != in_features:
         rounded = np.pad(rounded, ((0, 0), (0, padded - in_features)))
     full_bias = np.zeros(out_features, np.float32) if bias is None else bias
-    device_weight = to_device(rounded)
-    info = array_info(device_weight)
-    check(info.is_contiguous and _begins_at_chunks(info), weight=device_weight)
-    return PackedLinear(
-        device_weight,
+    return as_packed(
+        to_device(rounded),
         to_device(np.ascontiguousarray(full_bias, np.float32)),
-        dtype,
-        out_features,
-        in_features,
-        padded,
+        in_features=in_features,
     )
+
+
+def as_packed(weight: Any, bias: Any, *, in_features: int) -> PackedLinear:
+    """What `pack` returns of arrays that are on the device: see PackedLinear.
+
+    Raises ValueError for arrays that are not so.
+    """
+    info, bias_info = array_info(weight), array_info(bias)
+    check(
+        info.dtype in _DTYPES
+        and len(info.shape) == 2
+        and 0 <= info.shape[1] - in_features < _CHUNK
+        and info.is_contiguous
+        and _begins_at_chunks(info)
+        and (bias_info.dtype, bias_info.shape) == ("float32", info.shape[:1])
+        and bias_info.is_contiguous,
+        weight=weight,
+        bias=bias,
+    )
+    return PackedLinear(weight, bias, info.dtype, info.shape[0], in_features, info.shape[1])
 
 
 def flops(rows: int, out_features: int, in_features: int) -> int:

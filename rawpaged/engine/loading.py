@@ -67,7 +67,8 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
             weights = dummy_weights(model, backend, seed=config.seed)
         else:
             weights = load_weights(checkpoint, backend)
-        logger.info("weights loaded in %.1f s", time.monotonic() - started)
+        seconds, size = time.monotonic() - started, weights.nbytes / 1e9
+        logger.info("%.2f GB of weights in %.1f s, %.2f GB/s", size, seconds, size / seconds)
         logger.info("preparing kernels; an installation's first start compiles them, once")
         runner = ModelRunner(
             model,

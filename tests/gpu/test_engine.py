@@ -14,6 +14,7 @@ import pytest
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.engine import Engine
 from rawpaged.gpu.backend import CudaBackend
+from rawpaged.gpu.device import Device
 from rawpaged.weights.checkpoint import open_checkpoint
 from rawpaged.weights.loader import load_weights
 from tests.engine.helpers import (
@@ -25,6 +26,7 @@ from tests.engine.helpers import (
     request,
     run,
 )
+from tests.hostsim.cupy_stand_in import CupyStandIn, SimulatedCudaDevice
 from tests.hostsim.device import HostDevice
 from tests.hostsim.loader import HostLoader
 
@@ -37,11 +39,17 @@ MAX_MODEL_LEN = 160
 
 
 def gpu_engine(
-    name: str, dtype: str, *, enforce_eager: bool = True, num_blocks: int = 40, budget: int = 64
+    name: str,
+    dtype: str,
+    *,
+    device: Device | None = None,
+    enforce_eager: bool = True,
+    num_blocks: int = 40,
+    budget: int = 64,
 ) -> Engine:
     """A tiny checkpoint's engine over simulated kernels."""
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
-    backend = CudaBackend(HostDevice(HostLoader(mode="plain")), dtype=dtype)
+    backend = CudaBackend(device or HostDevice(HostLoader(mode="plain")), dtype=dtype)
     runner = RecordingRunner(
         checkpoint.model_config,
         load_weights(checkpoint, backend, progress=False),
@@ -118,3 +126,17 @@ def test_a_small_pool_preempts_and_leaves_the_tokens_alone() -> None:
         assert (engine.scheduler.num_preemptions > 0) == (num_blocks == 6)
         engine.close()
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_a_device_that_is_late_gives_the_same_bits(enforce_eager: bool) -> None:
+    """Nothing is overwritten or freed that work in the stream's queue has yet to read."""
+    prompts = [[(7 * i + j) % 320 for j in range(length)] for i, length in enumerate((3, 20))]
+    late = SimulatedCudaDevice(CupyStandIn(HostLoader(mode="plain")))
+    logits = []
+    for device in (late, None):
+        engine = gpu_engine("llama", "bfloat16", device=device, enforce_eager=enforce_eager)
+        run(engine, [request(str(i), p, max_tokens=2 + i) for i, p in enumerate(prompts)])
+        logits.append(recorded_logits(engine))
+        engine.close()
+    assert logits[0] == logits[1]

@@ -57,8 +57,8 @@ class HostDevice:
     def pinned(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
         return self.empty(shape, dtype)
 
-    def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.array(array)
+    def upload(self, array: npt.NDArray[Any], dtype: str | None = None) -> npt.NDArray[Any]:
+        return np.array(array, None if dtype is None else numpy_dtype(dtype))
 
     def write(self, target: npt.NDArray[Any], array: npt.NDArray[Any]) -> None:
         target[...] = array
