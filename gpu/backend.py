@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,16 @@ class CudaBackend:
             in_features=weight.shape[1],
         )
 
+    def offload_linear(self, weight: LinearWeight) -> LinearWeight:
+        packed, download = _packed(weight), self.device.download
+        return replace(packed, weight=download(packed.weight), bias=download(packed.bias))
+
+    def restore_linear(self, weight: LinearWeight) -> LinearWeight:
+        packed, upload = _packed(weight), self.device.upload
+        return as_packed(
+            upload(packed.weight), upload(packed.bias), in_features=packed.in_features
+        )
+
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
         check_cache_shape(head_dim, block_size)
         return bytes_per_block(num_kv_heads, head_dim, block_size, self.dtype)
@@ -126,6 +136,9 @@ class CudaBackend:
 
     def memory_info(self) -> tuple[int, int]:
         return self.device.memory_info()
+
+    def release_unused(self) -> None:
+        self.device.release_unused()
 
     def close(self) -> None:
         """Forget every launcher with its workspace; arrays of others live on."""

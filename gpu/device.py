@@ -89,8 +89,12 @@ class Device(Protocol):
         """Turn it off, after everything queued before."""
         ...
 
+    def release_unused(self) -> None:
+        """Give memory that no array uses back to the driver."""
+        ...
+
     def close(self) -> None:
-        """Give back all memory that nothing uses."""
+        """Wait for the stream, and give back all memory that nothing uses."""
         ...
 
 
@@ -205,12 +209,15 @@ class CudaDevice:
         with self._device:
             self._profiler.stop()
 
-    def close(self) -> None:
+    def release_unused(self) -> None:
         self._staging.close()
         self._stream.synchronize()
         with self._device:
             self._cupy.get_default_memory_pool().free_all_blocks()
             self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+    def close(self) -> None:
+        self.release_unused()
 
 
 def _import_cupy() -> Any:

@@ -165,6 +165,14 @@ class Backend(Protocol):
         """Lay out float weight [out_features, in_features] for `linear` and `embed`."""
         ...
 
+    def offload_linear(self, weight: LinearWeight) -> LinearWeight:
+        """The weight in host memory, for `restore_linear` alone; itself where it lies there."""
+        ...
+
+    def restore_linear(self, weight: LinearWeight) -> LinearWeight:
+        """What `offload_linear` took, bit for bit."""
+        ...
+
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
         """Bytes of one block in one layer, padding included."""
         ...
@@ -186,6 +194,10 @@ class Backend(Protocol):
 
     def memory_info(self) -> tuple[int, int]:
         """(available, total) bytes of the device's memory."""
+        ...
+
+    def release_unused(self) -> None:
+        """Give memory that no array uses any more back to the system or the device."""
         ...
 
     def close(self) -> None:

@@ -6,6 +6,8 @@ RawpagedError
 ├── BackendError            the device asked for is not there or too small
 ├── InvalidRequestError     one request is wrong: HTTP 400, names the field
 ├── EngineClosedError       the engine is closed or shutting down: HTTP 503
+├── EngineSleepingError     the engine sleeps, and nobody has woken it yet: HTTP 503
+├── SleepError              the engine cannot go to sleep now: HTTP 409
 ├── RequestFailedError      one request failed inside the engine: HTTP 500
 ├── ProfileError            a profile cannot start or stop now: HTTP 409
 └── TraceFileError          a profile's trace could not be written: HTTP 500
@@ -40,6 +42,17 @@ class InvalidRequestError(RawpagedError, ValueError):
 
 class EngineClosedError(RawpagedError):
     """The engine no longer takes requests."""
+
+
+class EngineSleepingError(RawpagedError):
+    """The engine has given its memory back and takes no requests before it is woken."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine sleeps: wake it with POST /wake_up, or wake_up() in Python")
+
+
+class SleepError(RawpagedError):
+    """The engine cannot go to sleep now; the text says why."""
 
 
 class RequestFailedError(RawpagedError):

@@ -24,7 +24,7 @@ from rawpaged.cpu.activation import silu_and_mul_rows
 from rawpaged.cpu.attention import AttentionWork, attention_tasks, split_work
 from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import PackedLinear, embed_rows, linear_panels, pack_linear
-from rawpaged.cpu.memory import memory_info
+from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.rope import rope_and_store_rows
 from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
@@ -76,6 +76,12 @@ class CpuBackend:
     ) -> PackedLinear:
         return pack_linear(weight, bias, self.dtype)
 
+    def offload_linear(self, weight: LinearWeight) -> LinearWeight:
+        return weight
+
+    def restore_linear(self, weight: LinearWeight) -> LinearWeight:
+        return weight
+
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
         item = 2 if self.dtype == "bfloat16" else 4
         return item * kv_cache.elements_per_block(num_kv_heads, head_dim, block_size)
@@ -92,6 +98,9 @@ class CpuBackend:
 
     def memory_info(self) -> tuple[int, int]:
         return memory_info()
+
+    def release_unused(self) -> None:
+        trim_heap()
 
     def close(self) -> None:
         self._team.close()

@@ -1,7 +1,8 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and giving back what it no longer uses."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -16,6 +17,17 @@ def memory_info() -> tuple[int, int]:
     if limit is not None and used is not None and limit < total:
         return max(0, min(available, limit - used)), limit
     return available, total
+
+
+def trim_heap() -> None:
+    """Give pages of freed memory back to the system.
+
+    Large arrays are mappings of their own, which go when they are freed. But as such arrays come
+    and go, glibc takes ever larger ones (up to 32 MB) from its heap, which it keeps.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _machine() -> tuple[int, int]:

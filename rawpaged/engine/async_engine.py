@@ -121,6 +121,28 @@ class AsyncEngine:
             make_block_map, snapshot, step=step, first_block=first_block, num_blocks=num_blocks
         )
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until `wake_up`."""
+        return self._thread.is_sleeping
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back to the system or the device until `wake_up`.
+
+        Both levels give back the KV pool, with it the prefix cache, and the activations' buffers.
+        Level 1 keeps the weights in host memory, where a CPU has them anyway; level 2 drops them.
+        Asleep already, it only goes deeper. Raises SleepError while there are requests, and
+        EngineClosedError.
+        """
+        await asyncio.wrap_future(self._thread.sleep(level))
+
+    async def wake_up(self) -> None:
+        """Take the memory again, and answer as before; after level 2 the checkpoint is read again.
+
+        Raises BackendError or CheckpointError if it cannot be had; then the engine sleeps on.
+        """
+        await asyncio.wrap_future(self._thread.wake_up())
+
     def close(self) -> None:
         """End all requests with finish_reason "abort", stop the thread, free all memory."""
         self._thread.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from dataclasses import dataclass
 
 from rawpaged.config import SchedulerConfig
@@ -14,6 +15,7 @@ from rawpaged.engine.model_runner import ModelRunner, StepResult
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
 from rawpaged.engine.stats import EngineLimits, RequestStats, StatsLogger, StepStats
 from rawpaged.engine.step_label import step_args, step_label
+from rawpaged.errors import BackendError, CheckpointError, InvalidRequestError, SleepError
 from rawpaged.request import FinishReason, Request
 from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.scheduler.scheduler import Scheduler
@@ -112,6 +114,44 @@ class Engine:
             return self._fail(scheduled, f"the engine failed in this step: {error}")
         with self.tracer.phase("update"):
             return self._update(scheduled, result)
+
+    @property
+    def sleep_level(self) -> int:
+        """0: awake; 1: asleep, weights in host memory; 2: asleep without weights."""
+        return self.runner.sleep_level
+
+    def sleep(self, level: int) -> None:
+        """Give memory back until `wake_up`: see ModelRunner.sleep; the prefix cache is emptied.
+
+        Raises SleepError while there are requests, InvalidRequestError for another level than 1
+        and 2.
+        """
+        if level not in (1, 2):
+            raise InvalidRequestError(f"level must be 1 or 2, not {level}", "level")
+        if self._requests:
+            raise SleepError(
+                f"{len(self._requests)} requests are running or waiting; sleep when they have "
+                "ended, or abort them"
+            )
+        self.scheduler.reset_prefix_cache()
+        self.runner.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again; answers are what they were. Awake, it does nothing.
+
+        Raises BackendError or CheckpointError if that fails; then the engine is still asleep.
+        """
+        try:
+            self.runner.wake_up()
+            return
+        except Exception as error:
+            # As text: a handler that keeps records must not keep what the frames hold.
+            logger.error("waking up failed\n%s", traceback.format_exc())
+            kind = CheckpointError if isinstance(error, CheckpointError) else BackendError
+            message = f"the engine could not wake up and sleeps on: {error}"
+        # Out of the handler, whose traceback holds what has been allocated.
+        self.runner.backend.release_unused()
+        raise kind(message)
 
     def close(self) -> None:
         """Free the model and the KV pool. Requests must have been finished before."""

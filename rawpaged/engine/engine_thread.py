@@ -15,7 +15,12 @@ from rawpaged.engine.admission import Admission
 from rawpaged.engine.engine import Engine, EngineOutput
 from rawpaged.engine.output_processor import OutputProcessor, Submission, sample_id
 from rawpaged.engine.profiling import Profile, ProfileOptions, Profiler
-from rawpaged.errors import EngineClosedError, InvalidRequestError, RequestFailedError
+from rawpaged.errors import (
+    EngineClosedError,
+    EngineSleepingError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from rawpaged.request import FinishReason, Request
 from rawpaged.scheduler.kv_stats import KVStats
 from rawpaged.scheduler.pool_snapshot import PoolSnapshot
@@ -115,6 +120,22 @@ class EngineThread:
         self._put(_Call(lambda: (profiler.num_steps, scheduler.pool_snapshot()), snapshot))
         return snapshot
 
+    @property
+    def is_sleeping(self) -> bool:
+        return self._engine.sleep_level > 0
+
+    def sleep(self, level: int) -> Future[None]:
+        """Give memory back between steps (`Engine.sleep`). Raises EngineClosedError."""
+        asleep: Future[None] = Future()
+        self._put(_Call(lambda: self._engine.sleep(level), asleep))
+        return asleep
+
+    def wake_up(self) -> Future[None]:
+        """Take the memory again (`Engine.wake_up`). Raises EngineClosedError."""
+        awake: Future[None] = Future()
+        self._put(_Call(self._engine.wake_up, awake))
+        return awake
+
     def close(self) -> None:
         """Abort what runs, end the thread and free the engine; may be called again."""
         with self._lock:
@@ -177,6 +198,9 @@ class EngineThread:
                 self._start(command)
 
     def _start(self, submission: Submission) -> None:
+        if self.is_sleeping:
+            submission.sink(EngineSleepingError())
+            return
         if submission.request_id in self._processor:
             submission.sink(
                 InvalidRequestError(f"request_id={submission.request_id!r} is in use", "request_id")

@@ -145,6 +145,28 @@ class LLM:
         """The KV pool in numbers, when the step that runs is over. Raises EngineClosedError."""
         return self._thread.kv_stats().result()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back to the system or the device until `wake_up`.
+
+        Both levels give back the KV pool, with it the prefix cache, and the activations' buffers.
+        Level 1 keeps the weights in host memory, where a CPU has them anyway; level 2 drops them.
+        Asleep already, it only goes deeper. Raises SleepError while there are requests, and
+        EngineClosedError.
+        """
+        self._thread.sleep(level).result()
+
+    def wake_up(self) -> None:
+        """Take the memory again, and answer as before; after level 2 the checkpoint is read again.
+
+        Raises BackendError or CheckpointError if it cannot be had; then the engine sleeps on.
+        """
+        self._thread.wake_up().result()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused until `wake_up`."""
+        return self._thread.is_sleeping
+
     def close(self) -> None:
         """Abort what runs, end the engine's threads and free the memory."""
         self._thread.close()

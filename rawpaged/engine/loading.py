@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rawpaged.backend import Backend
 from rawpaged.config import EngineConfig
 from rawpaged.devices import open_backend
 from rawpaged.engine.admission import Admission
@@ -23,8 +25,9 @@ from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.output_processor import OutputProcessor
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.warm_up import warm_up
-from rawpaged.errors import ConfigError
+from rawpaged.errors import CheckpointError, ConfigError
 from rawpaged.models.config import ModelConfig
+from rawpaged.models.weights import LlamaWeights
 from rawpaged.tokenization.gguf_tokenizer import load_tokenizer_from_gguf
 from rawpaged.tokenization.tokenizer import Tokenizer, load_tokenizer_from_directory
 from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint, read_model_config
@@ -63,10 +66,7 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
         check_memory(plan, backend)
         logger.info("%s: %s\n%s", config.model, model.architecture, plan.describe())
         started = time.monotonic()
-        if config.load_format == "dummy":
-            weights = dummy_weights(model, backend, seed=config.seed)
-        else:
-            weights = load_weights(checkpoint, backend)
+        weights = _load_weights(config, checkpoint, backend)
         seconds, size = time.monotonic() - started, weights.nbytes / 1e9
         logger.info("%.2f GB of weights in %.1f s, %.2f GB/s", size, seconds, size / seconds)
         logger.info("preparing kernels; an installation's first start compiles them, once")
@@ -81,6 +81,7 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
             max_model_len=plan.max_model_len,
             enforce_eager=config.enforce_eager,
             progress=True,
+            reload_weights=_reloader(config, checkpoint, backend),
         )
         started = time.monotonic()
         warm_up(runner)
@@ -102,6 +103,27 @@ def plan_only(config: EngineConfig) -> tuple[ModelConfig, MemoryPlan]:
         return model, make_plan(config, model, backend)
     finally:
         backend.close()
+
+
+def _load_weights(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> LlamaWeights:
+    if config.load_format == "dummy":
+        return dummy_weights(checkpoint.model_config, backend, seed=config.seed)
+    return load_weights(checkpoint, backend)
+
+
+def _reloader(
+    config: EngineConfig, checkpoint: Checkpoint, backend: Backend
+) -> Callable[[], LlamaWeights]:
+    """Reads the same files again; keeps none of them open."""
+    path, model = checkpoint.path.absolute(), checkpoint.model_config
+
+    def reload() -> LlamaWeights:
+        again = open_checkpoint(str(path), load_format=config.load_format, progress=False)
+        if again.model_config != model:
+            raise CheckpointError(f"{path}: the model's configuration is not that of the start")
+        return _load_weights(config, again, backend)
+
+    return reload
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

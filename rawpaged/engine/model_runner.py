@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from rawpaged.engine.sampler import (
     sample,
 )
 from rawpaged.engine.traced_backend import TracedBackend
+from rawpaged.errors import SleepError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.llama import Llama
-from rawpaged.models.weights import LlamaWeights
+from rawpaged.models.weights import LlamaWeights, map_weights
 from rawpaged.request import Request
 from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
 from rawpaged.tracing import Tracer
@@ -36,7 +37,10 @@ class StepResult:
 
 
 class ModelRunner:
-    """One model with its KV pool. `close()` gives the memory back."""
+    """One model with its KV pool. `close()` gives the memory back, `sleep()` lends it out.
+
+    `reload_weights` gives the weights once more, for waking from a sleep without them.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class ModelRunner:
         max_model_len: int,
         enforce_eager: bool = False,
         progress: bool = False,
+        reload_weights: Callable[[], LlamaWeights] | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -59,41 +64,111 @@ class ModelRunner:
         self.block_size = block_size
         self.max_chunk_len = min(max_num_batched_tokens, max_model_len)
         """Most tokens that one request can have in a step."""
+        self.sleep_level = 0
+        """0: awake; 1: the weights lie in host memory; 2: they are gone."""
+        self._resting: LlamaWeights | None = None
+        self._reload_weights = reload_weights
+        self._num_blocks = num_blocks
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._enforce_eager = enforce_eager
+        self._progress = progress
+        self._graphs: DecodeGraphs | None = None
+        self._allocate(weights)
+
+    def _allocate(self, weights: LlamaWeights) -> None:
+        """Buffers, KV pool and graphs around the weights."""
+        config, backend = self.config, self.backend
         self.model = Llama(
             config,
             weights,
             backend,
-            max_num_tokens=max_num_batched_tokens,
-            max_logits_rows=max_num_seqs,
-            max_model_len=max_model_len,
+            max_num_tokens=self._max_num_batched_tokens,
+            max_logits_rows=self._max_num_seqs,
+            max_model_len=self._max_model_len,
         )
+        self.model.set_tracer(self._tracer, self._ops)
         self.kv_caches = [
-            backend.new_kv_cache(num_blocks, config.num_kv_heads, config.head_dim, block_size)
+            backend.new_kv_cache(
+                self._num_blocks, config.num_kv_heads, config.head_dim, self.block_size
+            )
             for _ in range(config.num_layers)
         ]
         plans = None
-        if not enforce_eager:
+        if not self._enforce_eager:
             plans = backend.static_plans(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
-                max_model_len=max_model_len,
+                max_model_len=self._max_model_len,
             )
-        self._graphs: DecodeGraphs | None = None
         if plans is not None:
             self._graphs = DecodeGraphs(
                 self.model,
                 plans,
                 self.kv_caches,
                 capture=backend.capture,
-                most_reqs=min(max_num_seqs, max_num_batched_tokens),
-                progress=progress,
+                most_reqs=min(self._max_num_seqs, self._max_num_batched_tokens),
+                progress=self._progress,
             )
+
+    def _free(self) -> None:
+        """Drop what `_allocate` made; the weights are whose who holds them besides."""
+        self._graphs = None
+        self.kv_caches = []
+        if hasattr(self, "model"):
+            del self.model
+
+    def sleep(self, level: int) -> None:
+        """Give back KV pool, buffers and graphs; level 1 keeps the weights in host memory.
+
+        Level 2 drops them too. From a sleep it only goes deeper. On a CPU the weights are in host
+        memory anyway. Raises SleepError if they could not be had again.
+        """
+        assert level in (1, 2), f"{level=}"
+        if level <= self.sleep_level:
+            return
+        if level == 2 and self._reload_weights is None:
+            raise SleepError("level 2 drops the weights, and this engine cannot read them again")
+        if level == 1:
+            backend = self.backend
+            self._resting = map_weights(
+                self.model.weights, backend.offload_linear, backend.download
+            )
+        else:
+            self._resting = None
+        self._free()
+        self.sleep_level = level
+        self.backend.release_unused()
+
+    def wake_up(self) -> None:
+        """Take everything again, KV pool empty; the weights from where `sleep` left them.
+
+        If that fails, it sleeps on as before. Raises what allocating and loading may raise.
+        """
+        if self.sleep_level == 0:
+            return
+        try:
+            self._allocate(self._weights_again())
+        except BaseException:
+            self._free()
+            raise
+        self.sleep_level = 0
+        self._resting = None
+
+    def _weights_again(self) -> LlamaWeights:
+        backend = self.backend
+        if self._resting is not None:
+            return map_weights(self._resting, backend.restore_linear, backend.upload)
+        assert self._reload_weights is not None, "sleep has refused level 2"
+        return self._reload_weights()
 
     def set_tracer(self, tracer: Tracer) -> None:
         """Tell of phases, layers and ops to `tracer`; ops are wrapped only while it is on."""
         self._tracer = tracer
         self._ops = TracedBackend(self.backend, tracer) if tracer.is_on else self.backend
-        self.model.set_tracer(tracer, self._ops)
+        if self.sleep_level == 0:
+            self.model.set_tracer(tracer, self._ops)
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
         """Compute KV of all scheduled tokens and a token for each request that samples."""
@@ -119,9 +194,9 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the KV pool and the model, and close the backend."""
-        self._graphs = None
-        self.kv_caches.clear()
-        del self.model
+        self._free()
+        self._resting = None
+        self._reload_weights = None
         self.backend.close()
 
     def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:

@@ -62,6 +62,12 @@ class TracedBackend:
     ) -> LinearWeight:
         return self._inner.pack_linear(weight, bias)
 
+    def offload_linear(self, weight: LinearWeight) -> LinearWeight:
+        return self._inner.offload_linear(weight)
+
+    def restore_linear(self, weight: LinearWeight) -> LinearWeight:
+        return self._inner.restore_linear(weight)
+
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
         return self._inner.kv_bytes_per_block(num_kv_heads, head_dim, block_size)
 
@@ -77,6 +83,9 @@ class TracedBackend:
 
     def memory_info(self) -> tuple[int, int]:
         return self._inner.memory_info()
+
+    def release_unused(self) -> None:
+        self._inner.release_unused()
 
     def close(self) -> None:
         self._inner.close()

@@ -46,7 +46,7 @@ class Llama:
     ) -> None:
         self.config = config
         self.max_logits_rows = max_logits_rows
-        self._weights = weights
+        self.weights = weights
         self._ops = backend
         self._tracer = Tracer()
         self._scale = config.head_dim**-0.5
@@ -66,17 +66,17 @@ class Llama:
         ops, config, n = self._ops, self.config, plan.num_tokens
         residual, normed = self._buffers.residual[:n], self._buffers.normed[:n]
         delta = self._buffers.delta[:n]
-        ops.embed(residual, plan.token_ids, self._weights.embed_tokens)
+        ops.embed(residual, plan.token_ids, self.weights.embed_tokens)
         for index in range(config.num_layers):
             with self._tracer.layer(index):
                 self._run_layer(index, plan, kv_caches[index])
-        ops.add_rms_norm(normed, delta, residual, self._weights.norm, config.rms_norm_eps)
+        ops.add_rms_norm(normed, delta, residual, self.weights.norm, config.rms_norm_eps)
 
     def _run_layer(self, index: int, plan: AttentionPlan, cache: KVCache) -> None:
         """Add to the residual what came before and attention; delta = the feed-forward's output."""
         ops, config, n = self._ops, self.config, plan.num_tokens
         residual, normed = self._buffers.residual[:n], self._buffers.normed[:n]
-        delta, layer = self._buffers.delta[:n], self._weights.layers[index]
+        delta, layer = self._buffers.delta[:n], self.weights.layers[index]
         if index == 0:
             ops.rms_norm(normed, residual, layer.input_layernorm, config.rms_norm_eps)
         else:
@@ -94,7 +94,7 @@ class Llama:
         assert count <= self.max_logits_rows, f"{count=} {self.max_logits_rows=}"
         selected, logits = self._buffers.selected[:count], self._buffers.logits[:count]
         self._ops.gather_rows(selected, self._buffers.normed, rows)
-        self._ops.linear(logits, selected, self._weights.lm_head)
+        self._ops.linear(logits, selected, self.weights.lm_head)
         return logits
 
     def _attend(

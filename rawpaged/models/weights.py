@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rawpaged.backend import Array, LinearWeight
 
@@ -44,3 +46,35 @@ class LlamaWeights:
         lm_head = 0 if self.lm_head is self.embed_tokens else self.lm_head.nbytes
         layers = sum(layer.nbytes for layer in self.layers)
         return self.embed_tokens.nbytes + layers + self.norm.nbytes + lm_head
+
+
+def map_weights(
+    weights: LlamaWeights,
+    linear: Callable[[LinearWeight], LinearWeight],
+    array: Callable[[Any], Any],
+) -> LlamaWeights:
+    """The same model with every matrix passed through `linear` and every vector through `array`.
+
+    A tied embedding is passed once and stays tied.
+    """
+
+    def layer(old: LlamaLayer) -> LlamaLayer:
+        return LlamaLayer(
+            input_layernorm=array(old.input_layernorm),
+            qkv_proj=linear(old.qkv_proj),
+            q_norm=None if old.q_norm is None else array(old.q_norm),
+            k_norm=None if old.k_norm is None else array(old.k_norm),
+            o_proj=linear(old.o_proj),
+            post_attention_layernorm=array(old.post_attention_layernorm),
+            gate_up_proj=linear(old.gate_up_proj),
+            down_proj=linear(old.down_proj),
+        )
+
+    embed_tokens = linear(weights.embed_tokens)
+    is_tied = weights.lm_head is weights.embed_tokens
+    return LlamaWeights(
+        embed_tokens=embed_tokens,
+        layers=tuple(layer(old) for old in weights.layers),
+        norm=array(weights.norm),
+        lm_head=embed_tokens if is_tied else linear(weights.lm_head),
+    )

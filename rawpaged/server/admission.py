@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
-from rawpaged.errors import EngineClosedError
+from rawpaged.errors import EngineClosedError, EngineSleepingError
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ class Admission:
 
     @property
     def is_open(self) -> bool:
-        """Whether new work is taken."""
+        """Whether the server lives and goes on living; it may be asleep."""
         return not self._draining and self._engine.is_running
 
     @property
@@ -43,7 +43,8 @@ class Admission:
     def job(self) -> Iterator[None]:
         """Held by an HTTP request from its admission until its response is written.
 
-        Raises EngineClosedError when the server is shutting down or the engine is gone.
+        Raises EngineClosedError when the server is shutting down or the engine is gone, and
+        EngineSleepingError while it sleeps.
         """
         self._check_open()
         self._num_jobs += 1
@@ -90,6 +91,8 @@ class Admission:
             raise EngineClosedError("the server is shutting down")
         if not self._engine.is_running:
             raise EngineClosedError("the engine is not running")
+        if self._engine.is_sleeping:
+            raise EngineSleepingError
 
 
 async def merge(

@@ -25,6 +25,7 @@ from rawpaged.server.kv import show_kv
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.middleware import add_headers, check_api_key, log_access, report_errors
 from rawpaged.server.profiling import start_profile, stop_profile
+from rawpaged.server.sleep import show_is_sleeping, sleep, wake_up
 from rawpaged.server.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ def _routes() -> list[web.RouteDef]:
         web.get("/version", show_version),
         web.get("/metrics", show_metrics),
         web.get("/kv", show_kv),
+        web.post("/sleep", sleep),
+        web.post("/wake_up", wake_up),
+        web.get("/is_sleeping", show_is_sleeping),
         web.post("/start_profile", start_profile),
         web.post("/stop_profile", stop_profile),
     ]

@@ -10,10 +10,12 @@ from aiohttp import web
 
 from rawpaged.errors import (
     EngineClosedError,
+    EngineSleepingError,
     InvalidRequestError,
     ProfileError,
     RawpagedError,
     RequestFailedError,
+    SleepError,
     TraceFileError,
 )
 
@@ -82,6 +84,10 @@ def to_http_error(error: Exception) -> HttpError:
             code="service_unavailable",
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
         )
+    if isinstance(error, EngineSleepingError):
+        return HttpError(503, str(error), code="sleeping")
+    if isinstance(error, SleepError):
+        return HttpError(409, str(error), code="sleep_conflict")
     if isinstance(error, TraceFileError):
         return HttpError(500, str(error), code="trace_file")
     if isinstance(error, RequestFailedError):

@@ -48,10 +48,12 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 async def show_health(request: web.Request) -> web.Response:
-    """200 while new work is taken; 503 once the engine died or the server shuts down."""
-    if request.app[CONTEXT].admission.is_open:
-        return json_response(Health("ok"))
-    return json_response(Health("unavailable"), status=503)
+    """200 while the engine lives, asleep or not; 503 once it died or the server shuts down."""
+    context = request.app[CONTEXT]
+    if not context.admission.is_open:
+        return json_response(Health("unavailable"), status=503)
+    # Who restarts servers that are not healthy must leave one alone that sleeps on purpose.
+    return json_response(Health("sleeping" if context.engine.is_sleeping else "ok"))
 
 
 async def show_version(request: web.Request) -> web.Response:

@@ -81,6 +81,9 @@ class HostDevice:
     def profiler_stop(self) -> None:
         """There is no profiler."""
 
+    def release_unused(self) -> None:
+        """Memory goes with its arrays."""
+
     def close(self) -> None:
         """Memory goes with its arrays."""
 

@@ -98,6 +98,7 @@ class FakeEngine:
         self.delay = delay
         """Seconds before each token."""
         self.is_running = True
+        self.is_sleeping = False
         self.failure: Exception | None = None
         """Raised by a request after `fail_after` tokens."""
         self.fail_after = 0

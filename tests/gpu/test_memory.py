@@ -1,0 +1,83 @@
+"""Memory of the device over an engine's life, by the counters of the stand-in for CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+
+from rawpaged.engine.engine import Engine
+from rawpaged.errors import BackendError
+from rawpaged.weights.checkpoint import open_checkpoint
+from rawpaged.weights.loader import load_weights
+from tests.engine.helpers import TINY, recorded_logits, request, run
+from tests.gpu.test_engine import gpu_engine
+from tests.hostsim.cupy_stand_in import CupyStandIn, Memory, SimulatedCudaDevice
+from tests.hostsim.loader import HostLoader
+
+pytestmark = [pytest.mark.gpusim, pytest.mark.usefixtures("cuda_wheels", "numba_cuda")]
+
+MODEL = "llama_tied_hd32"
+
+
+@dataclass
+class Opened:
+    engine: Engine
+    memory: Memory
+
+
+@pytest.fixture(params=[True, False], ids=["eager", "graphs"])
+def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
+    device = SimulatedCudaDevice(CupyStandIn(HostLoader("plain")))
+    engine = gpu_engine(MODEL, "bfloat16", device=device, enforce_eager=request.param)
+    checkpoint = open_checkpoint(str(TINY / MODEL))
+    engine.runner._reload_weights = lambda: load_weights(checkpoint, engine.runner.backend)
+    yield Opened(engine, device.stand_in.memory[0])
+    engine.close()
+
+
+def generate(engine: Engine, name: str) -> list[bytes]:
+    """Rows of logits."""
+    run(engine, [request(name, [3, 4, 5, 6, 7], max_tokens=3)])
+    return recorded_logits(engine)[name]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_leaves_the_device_alone(opened: Opened, level: int) -> None:
+    engine, memory = opened.engine, opened.memory
+    before = generate(engine, "before")
+    weights = engine.runner.model.weights.nbytes
+    pools = sum(cache.keys.nbytes + cache.values.nbytes for cache in engine.runner.kv_caches)
+    awake = memory.used
+    engine.sleep(level)
+    # Workspaces of launchers stay.
+    assert awake - memory.used > weights + pools
+    assert memory.cached == memory.pinned == 0
+    asleep = memory.used
+    engine.wake_up()
+    assert memory.used == awake
+    assert generate(engine, "after") == before
+    engine.sleep(level)
+    assert memory.used == asleep
+
+
+def test_failing_to_wake_takes_nothing(opened: Opened) -> None:
+    """Whichever allocation finds no memory: the engine sleeps on, and wakes another time."""
+    engine, memory = opened.engine, opened.memory
+    before = generate(engine, "before")
+    engine.sleep(1)
+    asleep = memory.used
+    memory.fail_at = memory.num_allocations
+    failures = 0
+    while engine.sleep_level:
+        with suppress(BackendError):
+            engine.wake_up()
+            break
+        failures += 1
+        assert (memory.used, memory.cached) == (asleep, 0)
+        memory.fail_at = memory.num_allocations + 3 * failures
+    memory.fail_at = None
+    assert failures > 10
+    assert generate(engine, "after") == before
