@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rawpaged.errors import InvalidRequestError
 
@@ -14,6 +15,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 """Each costs every step of the request a little, and the steps are shared with others."""
 MAX_N = 128
+
+EarlyStopping = bool | Literal["never"]
+"""When a beam search that has its hypotheses ends; see `rawpaged.engine.beam_search`."""
 
 _INTEGERS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
