@@ -44,7 +44,8 @@ def sample(backend: Backend, logits: Any, requests: Sequence[Request]) -> list[S
     if edits is not None:
         if any(k is not None for k in wanted):
             edited = backend.empty(logits.shape, "float32")
-            backend.gather_rows(edited, logits, backend.upload(np.arange(len(requests))))
+            rows = np.arange(len(requests), dtype=np.int32)
+            backend.gather_rows(edited, logits, backend.upload(rows))
         backend.edit_logits(edited, edits)
     token_ids = backend.sample(edited, _sampling_rows(requests))
     if all(k is None for k in wanted):
