@@ -138,10 +138,8 @@ class CudaDevice:
     def pinned(self, shape: tuple[int, ...], dtype: str) -> Any:
         element = numpy_dtype(dtype)
         nbytes = math.prod(shape) * element.itemsize
-        cuda = self._cupy.cuda
+        cuda, memory = self._cupy.cuda, self._pinned_memory(nbytes)
         with self._device:
-            # Not alloc_pinned_memory: its pool rounds up to a power of two and keeps what is freed.
-            memory = cuda.PinnedMemory(nbytes)
             # It has one address for host and device, as addressing is unified on 64-bit systems.
             unowned = cuda.UnownedMemory(int(memory), nbytes, memory, self._device.id)
             return self._cupy.ndarray(shape, element, cuda.MemoryPointer(unowned, 0))
@@ -153,10 +151,20 @@ class CudaDevice:
 
     def pinned_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Pinned memory as the host sees it."""
-        cuda = self._cupy.cuda
-        with self._device:
-            pinned = cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+        pinned = self._cupy.cuda.PinnedMemoryPointer(self._pinned_memory(nbytes), 0)
         return np.frombuffer(pinned, np.uint8, nbytes)
+
+    def _pinned_memory(self, nbytes: int) -> Any:
+        """Raises MemoryError as the pools do, where CUDA has an error of its own.
+
+        Not alloc_pinned_memory: its pool rounds up to a power of two and keeps what is freed.
+        """
+        cuda = self._cupy.cuda
+        try:
+            with self._device:
+                return cuda.PinnedMemory(nbytes)
+        except cuda.runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{nbytes} bytes of pinned host memory: {error}") from error
 
     def copy_async(self, target: Any, pinned: npt.NDArray[Any]) -> None:
         """Queue a copy of pinned memory to the device, which fetches it later."""

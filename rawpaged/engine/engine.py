@@ -110,10 +110,17 @@ class Engine:
         try:
             result = self.runner.execute(scheduled, self._requests)
         except Exception as error:
-            logger.exception("a step of %d requests failed", len(scheduled.scheduled))
-            return self._fail(scheduled, f"the engine failed in this step: {error}")
-        with self.tracer.phase("update"):
-            return self._update(scheduled, result)
+            num_reqs = len(scheduled.scheduled)
+            # As text: a handler that keeps records must not keep what the frames hold.
+            logger.error("a step of %d requests failed\n%s", num_reqs, traceback.format_exc())
+            message = _failure_message(error, num_reqs)
+        else:
+            with self.tracer.phase("update"):
+                return self._update(scheduled, result)
+        # Out of the handler, whose traceback holds the step's arrays. A device that cannot even do
+        # this is lost, and this engine with it.
+        self.runner.backend.release_unused()
+        return self._fail(scheduled, message)
 
     @property
     def sleep_level(self) -> int:
@@ -290,6 +297,15 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+
+
+def _failure_message(error: Exception, num_reqs: int) -> str:
+    if isinstance(error, MemoryError):
+        return (
+            f"out of memory in a step of {num_reqs} requests, all of which have failed: {error}; "
+            "lower max_num_batched_tokens or max_num_seqs, or leave more memory beside the KV pool"
+        )
+    return f"the engine failed in this step: {error}"
 
 
 def _request_stats(request: Request, progress: _Progress) -> RequestStats:

@@ -10,6 +10,7 @@ import pytest
 
 from rawpaged.engine.engine import Engine
 from rawpaged.errors import BackendError
+from rawpaged.request import Request
 from rawpaged.weights.checkpoint import open_checkpoint
 from rawpaged.weights.loader import load_weights
 from tests.engine.helpers import TINY, recorded_logits, request, run
@@ -81,3 +82,38 @@ def test_failing_to_wake_takes_nothing(opened: Opened) -> None:
     memory.fail_at = None
     assert failures > 10
     assert generate(engine, "after") == before
+
+
+def test_whichever_allocation_of_a_step_fails(opened: Opened) -> None:
+    """It fails the step's requests; the device is as full as before, and the next are served."""
+    engine, memory = opened.engine, opened.memory
+    before = generate(engine, "before")
+    run(engine, requests("first"))
+    engine.runner.backend.release_unused()
+    idle = memory.used
+    num_failed = 0
+    while True:
+        memory.fail_at = memory.num_allocations + num_failed
+        errors = []
+        for each in requests(f"failing-{num_failed}"):
+            engine.add_request(each)
+        while engine.has_unfinished():
+            errors += [output.error for output in engine.step() if output.error is not None]
+        engine.scheduler.check_integrity()
+        assert engine.scheduler.num_used_blocks == 0
+        if not errors:
+            break
+        num_failed += 1
+        assert all("out of memory in a step of" in error for error in errors)
+        assert (memory.used, memory.cached, memory.pinned) == (idle, 0, 0)
+    memory.fail_at = None
+    assert num_failed >= 10
+    assert generate(engine, "after") == before
+
+
+def requests(name: str) -> list[Request]:
+    """Two that between them use every op."""
+    return [
+        request(f"{name}-a", range(3, 8), max_tokens=2, logprobs=2, frequency_penalty=0.5),
+        request(f"{name}-b", [5, 6, 7], max_tokens=2, prompt_logprobs=1, temperature=1.0, seed=1),
+    ]

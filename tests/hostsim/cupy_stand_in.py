@@ -54,11 +54,15 @@ class Memory:
     def take(self, nbytes: int) -> None:
         """Of what the pool holds, or of the device's. Raises OutOfMemoryError."""
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.num_allocations += 1
-        if self.num_allocations - 1 == self.fail_at or self.used + size > self.total:
+        if self.is_refused() or self.used + size > self.total:
             raise OutOfMemoryError(f"Out of memory allocating {size:,} bytes")
         self.cached = min(max(self.cached - size, 0), self.total - self.used - size)
         self.used += size
+
+    def is_refused(self) -> bool:
+        """Count an allocation; whether it is the one to fail."""
+        self.num_allocations += 1
+        return self.num_allocations - 1 == self.fail_at
 
     def give(self, nbytes: int) -> None:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -282,6 +286,8 @@ class CupyStandIn:
 
     def new_pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         memory = self.memory[0]
+        if memory.is_refused():
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         memory.pinned += nbytes
 
         def free() -> None:
