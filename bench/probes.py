@@ -13,10 +13,11 @@ from typing import Any
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from bench.machine import last_level_cache_bytes
+from rawpaged.cpu.compiling import Kernel, kernel
 from rawpaged.cpu.threads import ThreadTeam
 
 _CHAINS = 10
@@ -89,13 +90,13 @@ def _type_fma_chains(typingctx: Any, address: Any, count: Any) -> Any:
 _fma_chains: Any = intrinsic(_type_fma_chains)
 
 
-@njit(nogil=True)
+@kernel
 def _run_chains(buffers, count, start, stop):  # type: ignore[no-untyped-def]
     for row in range(start, stop):
         _fma_chains(buffers[row].ctypes.data, count)
 
 
-@njit(nogil=True)
+@kernel
 def _read(buffer, start, stop):  # type: ignore[no-untyped-def]
     # Integers, because their sum may be split over vectors; that of floats may not. And a slice,
     # because indices that could be negative keep the loop from being vectorised.
@@ -122,8 +123,8 @@ def _fma_rate(team: ThreadTeam) -> float:
     return 2 * _LANES * _CHAINS * _CHAIN_LENGTH * team.num_threads / seconds
 
 
-def _best_pass(team: ThreadTeam, kernel: Any, count: int, *arguments: Any) -> float:
-    kernel(*arguments, 0, 1)  # compiles
+def _best_pass(team: ThreadTeam, kernel: Kernel, count: int, *arguments: Any) -> float:
+    team.run(kernel, 1, *arguments)  # compiles
     durations = []
     for _ in range(_PASSES):
         started = time.perf_counter()

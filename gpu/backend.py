@@ -51,6 +51,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    captures_on_demand = False
 
     def __init__(self, device: Device, *, dtype: str) -> None:
         if dtype not in ("bfloat16", "float16"):
@@ -189,6 +190,9 @@ class CudaBackend:
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self.device.capture(forward)
+
+    def run(self, forward: Callable[[], None]) -> None:
+        forward()
 
     # Ops
 

@@ -152,6 +152,15 @@ class Backend(Protocol):
         """Type of activations between ops; the residual stream and logits are float32."""
         ...
 
+    @property
+    def captures_on_demand(self) -> bool:
+        """Whether a capture costs so little that decode batches of each size have their own, made
+        when first met, and that traced steps do without, so that each op is seen.
+
+        Otherwise there are a few, made at the start, and batches are padded.
+        """
+        ...
+
     # Memory
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
     def upload(self, array: npt.NDArray[Any]) -> Any:
@@ -226,6 +235,10 @@ class Backend(Protocol):
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         """A callable that repeats the ops that `forward` calls over the same arrays."""
+        ...
+
+    def run(self, forward: Callable[[], None]) -> None:
+        """Do the ops that `forward` calls, as one piece of work where the device gains by it."""
         ...
 
     # Ops

@@ -125,7 +125,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "gpu_memory_utilization": {"type": float, "help": "share of a GPU's memory to use in all"},
         "enforce_eager": {
             "action": argparse.BooleanOptionalAction,
-            "help": "decode on a GPU without CUDA graphs",
+            "help": "decode without captured steps (CUDA graphs, recordings)",
         },
         "max_num_seqs": {"type": int, "help": "most requests in a step"},
         "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},

@@ -54,7 +54,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for weights, workspace and KV pool together."""
     enforce_eager: bool = False
-    """No CUDA graphs for decode steps. CPU steps are eager in any case."""
+    """No captured decode steps: no CUDA graphs on a GPU, no replayed recordings on a CPU."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     max_num_batched_tokens: int = 512

@@ -10,60 +10,16 @@ Slots past the tile's last key are never read as values (their scores are comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
-from rawpaged.backend import BatchMeta
+from rawpaged.cpu.attention_work import TILE_ROWS
 from rawpaged.cpu.compiling import kernel
 from rawpaged.cpu.floats import exp, sum_of
 from rawpaged.cpu.tiles import accumulate
 
-TILE_ROWS = 32
-"""Query rows of a task at most, unless one token has more query heads in a group."""
-
-_GRAIN = 4096
-"""Query heads times keys in a share, at least: some 50 us of work at head size 64."""
-
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWork:
-    """Tasks of one step, and their split into ranges of about equal cost, one a thread."""
-
-    tasks: npt.NDArray[np.int32]  # i32[num_tasks, 4]: request, kv head, first and last + 1 row
-    bounds: list[int]
-    max_seq_len: int
-
-
-def split_work(
-    meta: BatchMeta, num_heads: int, num_kv_heads: int, num_threads: int
-) -> AttentionWork:
-    """Cut each request's queries into tiles, and the tiles into a range a thread.
-
-    Cost is query heads times keys seen. Shares below _GRAIN are not worth another thread.
-    """
-    group = num_heads // num_kv_heads
-    tile = max(1, TILE_ROWS // group)
-    rows = []
-    costs = []
-    for request, seq_len in enumerate(meta.seq_lens.tolist()):
-        begin, end = meta.query_start_loc[request : request + 2].tolist()
-        for first in range(begin, end, tile):
-            last = min(first + tile, end)
-            for head in range(num_kv_heads):
-                rows.append((request, head, first, last))
-                costs.append((last - first) * group * (seq_len - (end - last)))
-    cumulative = np.cumsum(costs)
-    parts = max(1, min(num_threads, int(cumulative[-1]) // _GRAIN))
-    shares = [cumulative[-1] * part / parts for part in range(1, parts)]
-    cuts = np.searchsorted(cumulative, shares).tolist()
-    bounds = sorted({0, *cuts, len(rows)})
-    return AttentionWork(np.array(rows, np.int32), bounds, int(meta.seq_lens.max()))
 
 
 @njit(nogil=True)

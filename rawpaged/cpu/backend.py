@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,27 +22,31 @@ from rawpaged.backend import (
 )
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.activation import silu_and_mul_rows
-from rawpaged.cpu.attention import AttentionWork, attention_tasks, split_work
+from rawpaged.cpu.attention import attention_tasks
+from rawpaged.cpu.attention_work import AttentionWork, split_work
+from rawpaged.cpu.compiling import Kernel
+from rawpaged.cpu.gather import gather_row_indices
 from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import PackedLinear, embed_rows, linear_panels, pack_linear
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.rope import rope_and_store_rows
 from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
+from rawpaged.cpu.static_plan import DecodePlans
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.tracing import RangeSink
 
 Float32 = npt.NDArray[np.float32]
 
-# Waking a second thread costs about as much as 50 us of work; less than this is not split.
-_ROW_GRAIN = 131072
-"""Elements of a row-wise op in a share, at least."""
-_LINEAR_GRAIN_BYTES = 2 << 20
-"""Weights in a share, at least, where reading them is what takes the time."""
-_LINEAR_GRAIN_PRODUCTS = 2 << 20
-"""Multiply-adds in a share, at least, where they are."""
-_COPY_GRAIN_BYTES = 512 << 10
-"""Bytes copied in a share, at least."""
+# To take a part of an op costs a few hundred nanoseconds; these come to a microsecond and more.
+_ROW_GRAIN = 4096
+"""Elements of a row-wise op in a part, at least."""
+_LINEAR_GRAIN_BYTES = 32 << 10
+"""Weights in a part, at least."""
+_COPY_GRAIN_BYTES = 32 << 10
+"""Bytes copied in a part, at least."""
+_EDIT_GRAIN = 512
+"""Edits of logits in a part, at least."""
 
 
 class CpuBackend:
@@ -49,6 +54,7 @@ class CpuBackend:
 
     name = "cpu"
     activation_dtype = "float32"
+    captures_on_demand = True
 
     def __init__(self, *, dtype: str, num_threads: int | None = None) -> None:
         self.dtype = dtype
@@ -116,7 +122,7 @@ class CpuBackend:
     # Execution
 
     def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
-        work = split_work(meta, num_heads, num_kv_heads, self.num_threads)
+        work = split_work(meta, num_heads, num_kv_heads)
         return AttentionPlan(
             token_ids=meta.token_ids,
             positions=meta.positions,
@@ -132,10 +138,15 @@ class CpuBackend:
     def static_plans(
         self, *, num_heads: int, num_kv_heads: int, max_model_len: int
     ) -> StaticPlans | None:
-        return None
+        return DecodePlans(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, max_model_len=max_model_len
+        )
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-        return forward
+        return partial(self._team.replay, self._team.record(forward))
+
+    def run(self, forward: Callable[[], None]) -> None:
+        self._team.replay(self._team.record(forward))
 
     # Ops
 
@@ -171,9 +182,7 @@ class CpuBackend:
             x=x,
             panels=panels,
         )
-        by_bytes = _LINEAR_GRAIN_BYTES // panels[0].nbytes
-        by_products = _LINEAR_GRAIN_PRODUCTS // (panels[0].size * len(x))
-        grain = max(1, min(by_bytes, by_products))
+        grain = _LINEAR_GRAIN_BYTES // panels[0].nbytes
         self._team.run(linear_panels, len(panels), out, x, panels, packed.bias, grain=grain)
 
     def rope_and_store_kv(
@@ -238,9 +247,9 @@ class CpuBackend:
             cache=cache.keys,
         )
         work: AttentionWork = plan.work
-        self._team.run_ranges(
+        self._team.run(
             attention_tasks,
-            work.bounds,
+            len(work.tasks),
             out,
             q,
             cache.keys,
@@ -258,10 +267,13 @@ class CpuBackend:
         self._rows(silu_and_mul_rows, gate_up, out, gate_up)
 
     def gather_rows(self, out: Float32, x: Float32, rows: npt.NDArray[np.int32]) -> None:
-        np.take(x, rows, axis=0, out=out, mode="clip")
+        _check(out.shape == (len(rows), x.shape[1]), out=out, x=x, rows=rows)
+        self._rows(gather_row_indices, out, out, x, rows)
 
     def edit_logits(self, logits: Float32, edits: LogitEdits) -> None:
-        edit_logits_entries(
+        self._team.run(
+            edit_logits_entries,
+            len(edits.rows),
             logits,
             edits.rows,
             edits.token_ids,
@@ -271,6 +283,7 @@ class CpuBackend:
             edits.repetition_penalty,
             edits.frequency_penalty,
             edits.presence_penalty,
+            grain=_EDIT_GRAIN,
         )
 
     def sample(self, logits: Float32, rows: SamplingRows) -> npt.NDArray[np.int32]:
@@ -312,7 +325,7 @@ class CpuBackend:
         )
         return result
 
-    def _rows(self, kernel: Callable[..., None], sized: npt.NDArray[Any], *args: Any) -> None:
+    def _rows(self, kernel: Kernel, sized: npt.NDArray[Any], *args: Any) -> None:
         """Split the rows of a row-wise kernel; `sized` says how large the work is."""
         count = len(sized)
         if count == 0:

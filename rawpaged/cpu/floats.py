@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
-from numba.extending import overload
+from llvmlite import ir
+from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic, overload
 
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH = np.float32(0.693145752)
@@ -114,3 +115,20 @@ def _stored_like(x, array):
 
         return to_bfloat16
     return lambda x, array: x
+
+
+@intrinsic
+def _as_float32_pointer(typingctx: Any, address: Any) -> Any:
+    """The address as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    pointer: Any = types.CPointer(types.float32)  # type: ignore[no-untyped-call]
+    return pointer(types.intp), generate
+
+
+@njit(nogil=True)
+def row_of(rows, index):
+    """Row `index` of float32 Rows as an array that loops over it vectorise on."""
+    return carray(_as_float32_pointer(rows.address + index * rows.stride), (rows.columns,))

@@ -24,10 +24,10 @@ _SHIFTS = (21, 10, 0)  # bits [21, 32), [10, 21), [0, 10); the sign is always 0
 
 @kernel
 def edit_logits_entries(
-    logits, rows, token_ids, bias, seen, counts, repetition, frequency, presence
+    logits, rows, token_ids, bias, seen, counts, repetition, frequency, presence, start, stop
 ):
-    """Apply rawpaged.backend.LogitEdits in place."""
-    for i in range(rows.shape[0]):
+    """Apply entries [start, stop) of rawpaged.backend.LogitEdits in place."""
+    for i in range(start, stop):
         row = rows[i]
         logit = logits[row, token_ids[i]] + bias[i]
         if seen[i]:

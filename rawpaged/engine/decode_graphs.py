@@ -1,7 +1,9 @@
-"""Decode steps as captured graphs: one for each batch bucket, replayed over static arrays.
+"""Decode steps as captured graphs, replayed over static arrays.
 
 A step of one token a request launches some hundred kernels for little work each; a graph launches
-them as one. A batch is padded to the next bucket with rows that have no request.
+them as one. Where a graph costs much to capture there is one for each batch bucket, made at the
+start, and a batch is padded to the next bucket with rows that have no request. Where it costs
+little there is one for each batch size, made when it is first met.
 """
 
 from __future__ import annotations
@@ -44,15 +46,23 @@ class DecodeGraphs:
         kv_caches: Sequence[KVCache],
         *,
         capture: Callable[[Callable[[], None]], Callable[[], None]],
+        on_demand: bool,
         most_reqs: int,
         progress: bool,
     ) -> None:
+        self._model = model
+        self._plans = plans
+        self._kv_caches = kv_caches
+        self._capture_ops = capture
+        self._on_demand = on_demand
         self._graphs: dict[int, _Graph] = {}
+        if on_demand:
+            return
         buckets = graph_buckets(most_reqs)
         # The largest first, so that memory it needs serves the others too.
         hidden = not (progress and sys.stderr.isatty())
         for bucket in ProgressBar(buckets[::-1], desc="capturing decode graphs", disable=hidden):
-            self._graphs[bucket] = self._capture(model, plans(bucket), kv_caches, capture)
+            self._graphs[bucket] = self._capture(bucket)
 
     def run(self, meta: BatchMeta) -> Any:
         """Logits f32[num_reqs, vocab_size] of a decode batch; valid until the next step.
@@ -60,6 +70,8 @@ class DecodeGraphs:
         None if the batch does not fit its graph: the step has to run without.
         """
         num_reqs = len(meta.seq_lens)
+        if self._on_demand and num_reqs not in self._graphs:
+            self._graphs[num_reqs] = self._capture(num_reqs)
         bucket = min(bucket for bucket in self._graphs if bucket >= num_reqs)
         graph = self._graphs[bucket]
         if not graph.plan.fill(meta):
@@ -67,20 +79,16 @@ class DecodeGraphs:
         graph.replay()
         return graph.logits[:num_reqs]
 
-    def _capture(
-        self,
-        model: Llama,
-        plan: StaticPlan,
-        kv_caches: Sequence[KVCache],
-        capture: Callable[[Callable[[], None]], Callable[[], None]],
-    ) -> _Graph:
+    def _capture(self, num_reqs: int) -> _Graph:
+        plan = self._plans(num_reqs)
         kept: list[Any] = []
 
         def step() -> None:
-            model.forward(plan.plan, kv_caches)
-            kept.append(model.compute_logits(plan.plan.logits_rows))
+            self._model.forward(plan.plan, self._kv_caches)
+            kept.append(self._model.compute_logits(plan.plan.logits_rows))
 
-        # Once for real: what an op makes when it first meets a shape must not be in the graph.
-        step()
-        replay = capture(step)
+        if not self._on_demand:
+            # Once for real: what an op makes when it first meets a shape must not be in the graph.
+            step()
+        replay = self._capture_ops(step)
         return _Graph(plan, kept[-1], replay)

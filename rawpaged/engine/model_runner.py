@@ -108,6 +108,7 @@ class ModelRunner:
                 plans,
                 self.kv_caches,
                 capture=backend.capture,
+                on_demand=backend.captures_on_demand,
                 most_reqs=min(self._max_num_seqs, self._max_num_batched_tokens),
                 progress=self._progress,
             )
@@ -174,7 +175,8 @@ class ModelRunner:
         """Compute KV of all scheduled tokens and a token for each request that samples."""
         meta = make_batch(output, self.block_size)
         sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
-        if self._graphs is not None and is_decode(meta):
+        if self._uses_graphs and is_decode(meta):
+            assert self._graphs is not None
             with self._tracer.phase("graph"):
                 logits = self._graphs.run(meta)
             if logits is not None:
@@ -184,13 +186,19 @@ class ModelRunner:
                 meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
             )
         with self._tracer.phase("forward"):
-            self.model.forward(plan, self.kv_caches)
+            self._ops.run(lambda: self.model.forward(plan, self.kv_caches))
         prompt_logprobs = self._prompt_logprobs(output, meta, requests)
         if not sampling:
             return StepResult({}, prompt_logprobs)
         with self._tracer.phase("logits"):
             logits = self.model.compute_logits(plan.logits_rows)
         return StepResult(self._sample(logits, sampling), prompt_logprobs)
+
+    @property
+    def _uses_graphs(self) -> bool:
+        """Whether decode steps are replayed; not where tracing would see nothing inside them."""
+        opaque = self._tracer.is_on and self.backend.captures_on_demand
+        return self._graphs is not None and not opaque
 
     def close(self) -> None:
         """Drop the KV pool and the model, and close the backend."""

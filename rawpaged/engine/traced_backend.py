@@ -44,6 +44,10 @@ class TracedBackend:
     def activation_dtype(self) -> str:
         return self._inner.activation_dtype
 
+    @property
+    def captures_on_demand(self) -> bool:
+        return self._inner.captures_on_demand
+
     # Memory
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -112,6 +116,10 @@ class TracedBackend:
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self._inner.capture(forward)
+
+    def run(self, forward: Callable[[], None]) -> None:
+        """Op by op, since they are what is to be seen."""
+        forward()
 
     # Ops
 

@@ -19,6 +19,7 @@ from bench.probes import _CHAINS, _LANES, Peaks, _run_chains, measure_peaks
 from bench.run import main
 from bench.timing import Timing, time_calls
 from rawpaged.cpu.backend import CpuBackend
+from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.weights.checkpoint import read_model_config
 from tests.conftest import TINY
 
@@ -57,7 +58,7 @@ def test_all_cases_are_right_and_run(backend: CpuBackend) -> None:
 def test_every_op_of_the_backend_has_a_case() -> None:
     no_ops = {"empty", "upload", "download", "pack_linear", "kv_bytes_per_block", "new_kv_cache"}
     no_ops |= {"new_host_kv_cache", "offload_linear", "restore_linear", "release_unused"}
-    no_ops |= {"memory_info", "close", "plan", "static_plans", "capture"}
+    no_ops |= {"memory_info", "close", "plan", "static_plans", "capture", "run"}
     no_ops |= {"start_profiler", "stop_profiler"}
     names = {name for name, value in vars(CpuBackend).items() if callable(value)}
     names = {name for name in names if not name.startswith("_")}
@@ -199,5 +200,7 @@ def test_the_probe_of_multiply_adds_does_them_all(count: int) -> None:
     expected = 1.0
     for _ in range(count):
         expected = expected * 3 + 1
-    _run_chains(buffers, count, 0, 1)
+    team = ThreadTeam(1)
+    team.run(_run_chains, 1, buffers, count)
+    team.close()
     assert (buffers[0, 2 * _LANES :] == expected).all()

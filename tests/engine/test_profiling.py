@@ -176,7 +176,8 @@ def test_every_op_of_the_seam_is_a_range() -> None:
     rest = {
         "name", "dtype", "activation_dtype", "empty", "pack_linear", "kv_bytes_per_block",
         "new_kv_cache", "new_host_kv_cache", "memory_info", "close", "start_profiler",
-        "stop_profiler", "plan", "static_plans", "capture", "offload_linear", "restore_linear",
+        "stop_profiler", "plan", "static_plans", "capture", "run", "captures_on_demand",
+        "offload_linear", "restore_linear",
         "release_unused",
     }  # fmt: skip
     public = {name for name in vars(Backend) if not name.startswith("_")}

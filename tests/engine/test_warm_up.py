@@ -17,11 +17,11 @@ from tests.tiny import LLAMA
 
 SCRIPT = """
 import gc, json, sys, threading
-from numba.core.dispatcher import Dispatcher
+from rawpaged.cpu.compiling import Kernel
 from rawpaged import LLM, SamplingParams
 
 def count_compiled():
-    return sum(len(d.signatures) for d in gc.get_objects() if isinstance(d, Dispatcher))
+    return sum(k.num_entries for k in gc.get_objects() if type(k) is Kernel)
 
 with LLM(sys.argv[1], num_threads=2, num_gpu_blocks_override=32, max_model_len=128) as llm:
     before = count_compiled()
