@@ -1,4 +1,4 @@
-"""From token ids to RequestOutput: detokenising, stop strings, logprobs, samples of one prompt."""
+"""From the engine's outputs to RequestOutput: the samples of one prompt together."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rawpaged.engine.engine import EngineOutput
-from rawpaged.engine.sampler import PositionLogprobs
+from rawpaged.engine.sample_output import SampleOutput, named_logprobs
 from rawpaged.errors import RequestFailedError
-from rawpaged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from rawpaged.outputs import RequestOutput, TokenLogprobs
 from rawpaged.request import FinishReason
 from rawpaged.sampling_params import RequestOutputKind, SamplingParams
-from rawpaged.tokenization.detokenizer import IncrementalDetokenizer
-from rawpaged.tokenization.stop_strings import StopStringMatcher
 from rawpaged.tokenization.tokenizer import Tokenizer
 
 Sink = Callable[[RequestOutput | Exception], None]
@@ -53,7 +51,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, _RequestState] = {}
-        self._samples: dict[str, tuple[_RequestState, _Sample]] = {}
+        self._samples: dict[str, tuple[_RequestState, SampleOutput]] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -69,7 +67,8 @@ class OutputProcessor:
     def add(self, submission: Submission) -> None:
         """Expect outputs of the submission's samples."""
         samples = [
-            _Sample(index, submission, self._tokenizer) for index in range(submission.params.n)
+            SampleOutput(index, submission.prompt_token_ids, submission.params, self._tokenizer)
+            for index in range(submission.params.n)
         ]
         state = _RequestState(submission, self._tokenizer, samples)
         self._states[submission.request_id] = state
@@ -128,61 +127,13 @@ class OutputProcessor:
             self._samples.pop(sample_id(request_id, sample.index), None)
 
 
-class _Sample:
-    """One sample's text and tokens so far."""
-
-    def __init__(self, index: int, submission: Submission, tokenizer: Tokenizer | None) -> None:
-        params = submission.params
-        self.index = index
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self.cumulative_logprob = 0.0
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.sent_text = 0
-        self.sent_tokens = 0
-        self._detokenizer: IncrementalDetokenizer | None = None
-        if tokenizer is not None:
-            self._detokenizer = tokenizer.incremental(
-                prompt_token_ids=submission.prompt_token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-        self._matcher = StopStringMatcher(params.stop_strings, params.include_stop_str_in_output)
-
-    def add_token(self, token_id: int, params: SamplingParams, *, hide_text: bool) -> str | None:
-        """Extend the text; returns the stop string that ended it, if one did."""
-        self.token_ids.append(token_id)
-        if self._detokenizer is None or hide_text:
-            return None
-        piece = self._detokenizer.append(token_id)
-        if len(self.token_ids) <= params.min_tokens or not params.stop_strings:
-            self.text += piece
-            return None
-        shown, stop = self._matcher.feed(piece)
-        self.text += shown
-        return stop
-
-    def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Set the reason and let out what was held back, unless a stop string ended the text."""
-        if self._detokenizer is not None and not isinstance(stop_reason, str):
-            rest, stop = self._matcher.feed(self._detokenizer.finish())
-            self.text += rest
-            if stop is None:
-                self.text += self._matcher.finish()
-            else:
-                reason, stop_reason = FinishReason.STOP, stop
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
-
-
 @dataclass(slots=True)
 class _RequestState:
     """A submission with its samples and what its sink has seen."""
 
     submission: Submission
     tokenizer: Tokenizer | None
-    samples: list[_Sample]
+    samples: list[SampleOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs_sent: bool = False
     num_cached_tokens: int = 0
@@ -193,7 +144,7 @@ class _RequestState:
     def finished(self) -> bool:
         return all(sample.finish_reason is not None for sample in self.samples)
 
-    def take(self, sample: _Sample, output: EngineOutput) -> str | None:
+    def take(self, sample: SampleOutput, output: EngineOutput) -> str | None:
         """Apply one engine output; returns a stop string that has just been met."""
         params = self.submission.params
         if output.error is not None:
@@ -201,21 +152,21 @@ class _RequestState:
             return None
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = [
-                None if entry is None else self._named(entry) for entry in output.prompt_logprobs
+                None if entry is None else named_logprobs(entry, self.tokenizer)
+                for entry in output.prompt_logprobs
             ]
         if sample.index == 0:
             self.num_cached_tokens = output.num_cached_tokens
         self.touched.add(sample.index)
         stop = None
         if output.token_id is not None:
-            if output.logprobs is not None and sample.logprobs is not None:
-                sample.logprobs.append(self._named(output.logprobs))
-                sample.cumulative_logprob += output.logprobs.logprobs[0]
+            if output.logprobs is not None:
+                sample.add_logprobs(output.logprobs)
             # The token that ended the request is not part of the text, unless asked for.
             hide = (
                 output.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
             )
-            stop = sample.add_token(output.token_id, params, hide_text=hide)
+            stop = sample.add_token(output.token_id, hide_text=hide)
         if stop is not None:
             sample.end(FinishReason.STOP, stop)
         elif output.finish_reason is not None:
@@ -247,34 +198,8 @@ class _RequestState:
                 prompt=self.submission.prompt,
                 prompt_token_ids=self.submission.prompt_token_ids,
                 prompt_logprobs=prompt_logprobs,
-                outputs=[_completion(sample, delta=delta) for sample in samples],
+                outputs=[sample.completion(delta=delta) for sample in samples],
                 finished=self.finished,
                 num_cached_tokens=self.num_cached_tokens,
             )
         )
-
-    def _named(self, entry: PositionLogprobs) -> TokenLogprobs:
-        """By token id, the chosen one first and with its own rank, which ties may set apart."""
-        named: TokenLogprobs = {}
-        for token_id, logprob, rank in zip(
-            entry.token_ids, entry.logprobs, entry.ranks, strict=True
-        ):
-            if token_id not in named:
-                text = "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
-                named[token_id] = Logprob(logprob, rank, text)
-        return named
-
-
-def _completion(sample: _Sample, *, delta: bool) -> CompletionOutput:
-    first_char, first_token = (sample.sent_text, sample.sent_tokens) if delta else (0, 0)
-    output = CompletionOutput(
-        index=sample.index,
-        text=sample.text[first_char:],
-        token_ids=sample.token_ids[first_token:],
-        cumulative_logprob=None if sample.logprobs is None else sample.cumulative_logprob,
-        logprobs=None if sample.logprobs is None else sample.logprobs[first_token:],
-        finish_reason=None if sample.finish_reason is None else sample.finish_reason.value,
-        stop_reason=sample.stop_reason,
-    )
-    sample.sent_text, sample.sent_tokens = len(sample.text), len(sample.token_ids)
-    return output
