@@ -24,6 +24,7 @@ from rawpaged.server.info import (
 from rawpaged.server.kv import show_kv
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.middleware import add_headers, check_api_key, log_access, report_errors
+from rawpaged.server.page import page_routes
 from rawpaged.server.profiling import start_profile, stop_profile
 from rawpaged.server.sleep import show_is_sleeping, sleep, wake_up
 from rawpaged.server.tokenize import detokenize, tokenize
@@ -59,6 +60,7 @@ def create_app(
     app = web.Application(
         middlewares=[log_access, report_errors, check_api_key], client_max_size=max_body_bytes
     )
+    page = page_routes()
     app[CONTEXT] = ServerContext(
         engine=engine,
         admission=Admission(engine),
@@ -68,10 +70,11 @@ def create_app(
         max_body_bytes=max_body_bytes,
         profiler_dir=profiler_dir,
         enable_admin_routes=enable_admin_routes,
+        page_paths=tuple(route.path for route in page),
         created=int(time.time()),
     )
     app.on_response_prepare.append(add_headers)
-    app.add_routes(_routes())
+    app.add_routes([*_routes(), *page])
     return app
 
 

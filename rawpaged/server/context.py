@@ -32,6 +32,8 @@ class ServerContext:
     """Where traces are written; None: the profiling routes are off."""
     enable_admin_routes: bool
     """Whether clients may use routes that look into the engine or change it for everybody."""
+    page_paths: tuple[str, ...]
+    """Paths of the live page and of its files, which a browser asks for without a key."""
     created: int
     """Unix time of the start, shown as the models' age."""
 

@@ -78,9 +78,10 @@ def _describe(request: web.Request) -> str:
 
 @web.middleware
 async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """With an API key set, only health and metrics are open without it."""
-    api_key = request.app[CONTEXT].api_key
-    if api_key is not None and request.path not in OPEN_PATHS:
+    """With an API key set, only health, metrics and the page's files are open without it."""
+    context = request.app[CONTEXT]
+    api_key = context.api_key
+    if api_key is not None and request.path not in (*OPEN_PATHS, *context.page_paths):
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         # Header bytes that are not UTF-8 come as surrogates.
         sent = token.strip().encode("utf-8", "surrogateescape")

@@ -29,7 +29,11 @@ class Server:
 
 @contextmanager
 def serve(
-    engine: FakeEngine | None = None, *, shutdown_timeout: float = 0.0, **options: Any
+    engine: FakeEngine | None = None,
+    *,
+    port: int = 0,
+    shutdown_timeout: float = 0.0,
+    **options: Any,
 ) -> Iterator[Server]:
     """A running server; leaving shuts it down and fails if its thread raised or stays."""
     engine = engine or FakeEngine()
@@ -50,7 +54,7 @@ def serve(
         await serve_forever(
             app,
             host="127.0.0.1",
-            port=0,
+            port=port,
             on_ready=on_ready,
             stop=state["stop"],
             hurry=state["hurry"],

@@ -26,7 +26,7 @@ ROUTES = [
 ]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completion", "/v1/completions/", "//health"])
+@pytest.mark.parametrize("path", ["/page", "/v1", "/v1/completion", "/v1/completions/", "//health"])
 def test_unknown_route(server: Server, path: str) -> None:
     answer = send(server.url, "GET", path)
     assert answer.status == 404
