@@ -32,7 +32,7 @@ from rawpaged.gpu.linear import Linear, PackedLinear, as_packed, workspace_size
 from rawpaged.gpu.linear_kernels import Epilogue, Mode
 from rawpaged.gpu.logit_edits import EditLogits
 from rawpaged.gpu.norm import RmsNorm
-from rawpaged.gpu.packing import upload_together
+from rawpaged.gpu.packing import Layout, ReusedMemory, upload_together
 from rawpaged.gpu.rope import RopeStore
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.gpu.static_plan import DecodePlan
@@ -71,6 +71,9 @@ class CudaBackend:
         self._silu_and_mul = SiluAndMul(device)
         self._edit_logits = EditLogits(device)
         self._copy_blocks = CopyBlocks(device)
+        self._sampling_inputs = ReusedMemory(device)
+        self._sampling_outputs = ReusedMemory(device)
+        self._copied_pairs = ReusedMemory(device)
 
     # Memory
 
@@ -145,7 +148,8 @@ class CudaBackend:
         """Forget every launcher with its workspace; arrays of others live on."""
         for kept in (self._norms, self._attentions, self._samplings):
             kept.clear()
-        del self._linear
+        del self._linear, self._edit_logits
+        del self._sampling_inputs, self._sampling_outputs, self._copied_pairs
         self.device.close()
 
     # Profiling
@@ -177,14 +181,20 @@ class CudaBackend:
         attention = self._attention(num_heads, num_kv_heads)
         partitions = -(-max_model_len // attention.partition_tokens)
 
+        buffer: Any = None
+
         def make(num_reqs: int) -> DecodePlan:
-            return DecodePlan(
+            nonlocal buffer
+            plan = DecodePlan(
                 self.device,
                 attention,
                 num_reqs=num_reqs,
                 max_blocks=-(-max_model_len // attention.block_size),
                 max_items=min(num_reqs * partitions, attention.max_items),
+                buffer=buffer,
             )
+            buffer = plan.buffer
+            return plan
 
         return make
 
@@ -232,7 +242,7 @@ class CudaBackend:
             self._copy_blocks(
                 [pool for cache in targets for pool in (cache.keys, cache.values)],
                 [pool for cache in sources for pool in (cache.keys, cache.values)],
-                self.device.upload(pairs),
+                upload_together(self.device, [pairs], self._copied_pairs)[0],
             )
 
     def paged_attention(
@@ -261,31 +271,28 @@ class CudaBackend:
 
     def sample(self, logits: Any, rows: SamplingRows) -> npt.NDArray[np.int32]:
         arrays = [getattr(rows, field.name) for field in fields(rows)]
-        on_device = DeviceSamplingRows(*upload_together(self.device, arrays))
-        out = self.device.empty((logits.shape[0],), "int32")
-        self._sampling(logits.shape[1]).sample(out, logits, on_device)
-        return self.device.download(out)
+        on_device = upload_together(self.device, arrays, self._sampling_inputs)
+        layout = Layout()
+        layout.add("token_ids", "int32", (logits.shape[0],))
+        sampled = self._sampling_outputs.take(layout.nbytes)
+        out = layout.views(sampled)["token_ids"]
+        self._sampling(logits.shape[1]).sample(out, logits, DeviceSamplingRows(*on_device))
+        return layout.views(self.device.download(sampled))["token_ids"]
 
     def token_logprobs(
         self, logits: Any, token_ids: npt.NDArray[np.int32], k: int
     ) -> TokenLogprobRows:
         n = logits.shape[0]
-        empty = self.device.empty
-        out = DeviceLogprobRows(
-            chosen=empty((n,), "float32"),
-            ranks=empty((n,), "int32"),
-            top_token_ids=empty((n, k), "int32"),
-            top_logprobs=empty((n, k), "float32"),
-        )
-        ids = self.device.upload(token_ids)
+        [ids] = upload_together(self.device, [token_ids], self._sampling_inputs)
+        layout = Layout()
+        layout.add("chosen", "float32", (n,))
+        layout.add("ranks", "int32", (n,))
+        layout.add("top_token_ids", "int32", (n, k))
+        layout.add("top_logprobs", "float32", (n, k))
+        table = self._sampling_outputs.take(layout.nbytes)
+        out = DeviceLogprobRows(**layout.views(table))
         self._sampling(logits.shape[1]).token_logprobs(out, logits, ids)
-        download = self.device.download
-        return TokenLogprobRows(
-            chosen=download(out.chosen),
-            ranks=download(out.ranks),
-            top_token_ids=download(out.top_token_ids),
-            top_logprobs=download(out.top_logprobs),
-        )
+        return TokenLogprobRows(**layout.views(self.device.download(table)))
 
     def _make_linear(self) -> Linear:
         device = self.device

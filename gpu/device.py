@@ -65,7 +65,10 @@ class Device(Protocol):
         ...
 
     def write(self, target: Any, array: npt.NDArray[Any]) -> None:
-        """Copy into a device array, in order with the launches before and after."""
+        """Copy into a contiguous device array, in order with the launches before and after.
+
+        The caller may change the original afterwards.
+        """
         ...
 
     def download(self, array: Any) -> npt.NDArray[Any]:
@@ -177,7 +180,7 @@ class CudaDevice:
         return event
 
     def write(self, target: Any, array: npt.NDArray[Any]) -> None:
-        target.set(np.ascontiguousarray(array), stream=self._stream)
+        self._staging.copy(target, array)
 
     def download(self, array: Any) -> npt.NDArray[Any]:
         with self._device:

@@ -10,7 +10,7 @@ from rawpaged.gpu import grids
 from rawpaged.gpu.arrays import array_info, check
 from rawpaged.gpu.device import Device
 from rawpaged.gpu.numba_kernels import make_edit_logits, make_mask_logits
-from rawpaged.gpu.packing import upload_together
+from rawpaged.gpu.packing import ReusedMemory, upload_together
 
 
 class EditLogits:
@@ -18,6 +18,7 @@ class EditLogits:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._memory = ReusedMemory(device)
         self._kernel = device.jit(make_edit_logits())
 
     def __call__(self, logits: Any, edits: LogitEdits) -> None:
@@ -33,7 +34,8 @@ class EditLogits:
         if len(edits.rows) > 0:
             arrays = [getattr(edits, field.name) for field in fields(edits)]
             grid, block = grids.elements(len(edits.rows))
-            self._kernel(grid, block, (logits, *upload_together(self._device, arrays)))
+            on_device = upload_together(self._device, arrays, self._memory)
+            self._kernel(grid, block, (logits, *on_device))
 
 
 class MaskLogits:

@@ -1,4 +1,4 @@
-"""Several small arrays in one buffer, so that one copy brings them to the device."""
+"""Several small arrays in one buffer, so that one copy brings them over; buffers used again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,44 @@ import numpy.typing as npt
 from rawpaged.gpu.device import Device
 
 _ALIGNMENT = 16
+_LEAST_BYTES = 4096
 
 
-def upload_together(device: Device, arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
-    """The arrays on the device, brought there by one copy."""
+class ReusedMemory:
+    """Device memory for one purpose, given anew by each call; it grows to the largest call's.
+
+    Work queued before has read what it was given, since what overwrites it is queued later on the
+    same stream. So steps of a size that has been there allocate nothing.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffer: Any = None
+
+    def take(self, nbytes: int) -> Any:
+        """u8[nbytes], of any content; what was taken before is not to be used any more."""
+        if self._buffer is None or self._buffer.shape[0] < nbytes:
+            self._buffer = None
+            size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+            self._buffer = self._device.empty((size,), "uint8")
+        return self._buffer[:nbytes]
+
+
+def upload_together(
+    device: Device, arrays: Sequence[npt.NDArray[Any]], memory: ReusedMemory | None = None
+) -> list[Any]:
+    """The arrays on the device, brought there by one copy; in `memory` if that is given."""
     layout = Layout()
     for i, array in enumerate(arrays):
         layout.add(str(i), array.dtype.name, array.shape)
     host = np.zeros(layout.nbytes, np.uint8)
     for view, array in zip(layout.views(host).values(), arrays, strict=True):
         view[...] = array
-    return list(layout.views(device.upload(host)).values())
+    if memory is None:
+        return list(layout.views(device.upload(host)).values())
+    buffer = memory.take(layout.nbytes)
+    device.write(buffer, host)
+    return list(layout.views(buffer).values())
 
 
 class Layout:

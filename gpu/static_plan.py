@@ -1,9 +1,12 @@
 """Plans of decode steps whose arrays keep their addresses, so that graphs can be replayed.
 
-All arrays of a plan lie in one device buffer behind one host buffer: filling it is one copy.
+All arrays of a plan lie in one device buffer behind one host buffer: filling it is one copy. Plans
+may share the buffer, as each fills it anew before it is used.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +32,7 @@ class DecodePlan:
         num_reqs: int,
         max_blocks: int,
         max_items: int,
+        buffer: Any = None,
     ) -> None:
         self._device = device
         self._attention = attention
@@ -50,7 +54,11 @@ class DecodePlan:
         for name, (dtype, shape) in shapes.items():
             self._layout.add(name, dtype, shape)
         self._host_bytes = np.zeros(self._layout.nbytes, np.uint8)
-        self._device_bytes = device.empty((self._layout.nbytes,), "uint8")
+        if buffer is None or buffer.shape[0] < self._layout.nbytes:
+            buffer = device.empty((self._layout.nbytes,), "uint8")
+        self.buffer = buffer
+        """u8[...] on the device; another plan that is as large or smaller may lie in it too."""
+        self._device_bytes = buffer[: self._layout.nbytes]
         self._host = self._layout.views(self._host_bytes)
         self._host["logits_rows"][:] = np.arange(num_reqs)
         self.plan = self._make_plan(max_items)

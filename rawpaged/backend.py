@@ -80,7 +80,10 @@ class AttentionPlan:
 
 
 class StaticPlan(Protocol):
-    """A plan for steps of one token a request whose arrays keep their place, for graphs."""
+    """A plan for steps of one token a request whose arrays keep their place, for graphs.
+
+    Plans that one function made may share memory: who has filled one fills another before its use.
+    """
 
     @property
     def plan(self) -> AttentionPlan: ...

@@ -12,6 +12,7 @@ from rawpaged.backend import Backend, BatchMeta
 from rawpaged.engine.decode_graphs import DecodeGraphs, is_decode
 from rawpaged.engine.input_batch import make_batch
 from rawpaged.engine.sampler import (
+    LogitsCopy,
     PositionLogprobs,
     SampledToken,
     position_logprobs,
@@ -89,6 +90,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
         )
         self.model.set_tracer(self._tracer, self._ops)
+        self._logits_copy = LogitsCopy(self._max_num_seqs)
         self.kv_caches = [
             backend.new_kv_cache(
                 self._num_blocks, config.num_kv_heads, config.head_dim, self.block_size
@@ -116,6 +118,7 @@ class ModelRunner:
     def _free(self) -> None:
         """Drop what `_allocate` made; the weights are whose who holds them besides."""
         self._graphs = None
+        self._logits_copy = LogitsCopy(self._max_num_seqs)
         self.kv_caches = []
         if hasattr(self, "model"):
             del self.model
@@ -210,7 +213,7 @@ class ModelRunner:
     def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
         """A token a request from its row of logits."""
         with self._tracer.phase("sample"):
-            tokens = sample(self._ops, logits, requests)
+            tokens = sample(self._ops, logits, requests, self._logits_copy)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 
     def _prompt_logprobs(

@@ -33,7 +33,28 @@ class SampledToken:
     logprobs: PositionLogprobs | None
 
 
-def sample(backend: Backend, logits: Any, requests: Sequence[Request]) -> list[SampledToken]:
+class LogitsCopy:
+    """A copy of logits, in memory that is allocated by the first and serves all of `max_rows`."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._copy: Any = None  # f32[max_rows, vocab_size]
+        self._rows: Any = None  # i32[max_rows]: 0, 1, 2, ...
+
+    def of(self, backend: Backend, logits: Any) -> Any:
+        """Valid until the next."""
+        num_rows, vocab_size = logits.shape
+        if self._copy is None:
+            self._rows = backend.upload(np.arange(self._max_rows, dtype=np.int32))
+            self._copy = backend.empty((self._max_rows, vocab_size), "float32")
+        copy = self._copy[:num_rows]
+        backend.gather_rows(copy, logits, self._rows[:num_rows])
+        return copy
+
+
+def sample(
+    backend: Backend, logits: Any, requests: Sequence[Request], copy: LogitsCopy
+) -> list[SampledToken]:
     """One token a request; logits f32[len(requests), vocab_size] may be changed.
 
     Reported log-probabilities are those before bias, penalties and temperature.
@@ -43,9 +64,7 @@ def sample(backend: Backend, logits: Any, requests: Sequence[Request]) -> list[S
     edited = logits
     if edits is not None:
         if any(k is not None for k in wanted):
-            edited = backend.empty(logits.shape, "float32")
-            rows = np.arange(len(requests), dtype=np.int32)
-            backend.gather_rows(edited, logits, backend.upload(rows))
+            edited = copy.of(backend, logits)
         backend.edit_logits(edited, edits)
     token_ids = backend.sample(edited, _sampling_rows(requests))
     if all(k is None for k in wanted):
