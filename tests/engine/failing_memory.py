@@ -41,7 +41,9 @@ class FailingMemory:
         self._after: int | None = None
         self._api = _NumpyApi()
         own = self._api.current()
-        malloc, calloc, realloc = own.malloc, own.calloc, own.realloc
+        malloc, calloc, realloc = (
+            _with_gil(function) for function in (own.malloc, own.calloc, own.realloc)
+        )
         self._handler = _Handler(
             b"failing",
             own.version,
@@ -66,6 +68,12 @@ class FailingMemory:
     def _has_memory(self) -> bool:
         self.count += 1
         return self.count - 1 != self._after
+
+
+def _with_gil(function: Any) -> Any:
+    """The C function, called with the GIL: NumPy's allocators let go of it themselves."""
+    kind = ctypes.PYFUNCTYPE(function.restype, *function.argtypes)
+    return kind(ctypes.cast(function, _POINTER).value)
 
 
 @cache
