@@ -72,8 +72,8 @@ class FailingMemory:
 
 def _with_gil(function: Any) -> Any:
     """The C function, called with the GIL: NumPy's allocators let go of it themselves."""
-    kind = ctypes.PYFUNCTYPE(function.restype, *function.argtypes)
-    return kind(ctypes.cast(function, _POINTER).value)
+    address: Any = ctypes.cast(function, _POINTER).value
+    return ctypes.PYFUNCTYPE(function.restype, *function.argtypes)(address)
 
 
 @cache
