@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from rawpaged.gpu.device import CudaDevice, Device
 
 _PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numba-cuda", "nvidia-cuda-nvrtc", "torch")
 _QUERY = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
+_FLOPS_A_CYCLE = {80: 2048, 86: 512, 89: 512, 90: 4096, 100: 8192, 120: 512}
+"""Of an SM: what data sheets say of A100, A40's and RTX 3090's chips, RTX 4090, H100, B200 and
+RTX 5090, with float32 sums and without sparsity, divided by SMs and boost clock."""
 _CHUNK_ELEMENTS = 1_500_008
 """No power of two: an index that has lost its upper bits must not meet the same values."""
 
@@ -33,6 +36,11 @@ class Target(Protocol):
     @property
     def cache_bytes(self) -> int:
         """Of the last-level cache, which operands have to exceed to come from memory."""
+        ...
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Of the tensor cores, 16-bit with float32 sums, at the highest clock; None: not known."""
         ...
 
     def describe(self) -> dict[str, object]:
@@ -71,6 +79,13 @@ class GpuTarget:
     def cache_bytes(self) -> int:
         return int(self._cupy.cuda.Device().attributes["L2CacheSize"])
 
+    @property
+    def flops_per_s(self) -> float | None:
+        kilohertz = int(self._cupy.cuda.Device().attributes["ClockRate"])
+        return tensor_flops_per_s(
+            self.device.compute_capability, self.device.num_multiprocessors, 1e3 * kilohertz
+        )
+
     def describe(self) -> dict[str, object]:
         properties = self._runtime.getDeviceProperties(self._cupy.cuda.Device().id)
         return {
@@ -106,12 +121,13 @@ class SimulatedTarget:
 
     is_simulated = True
     cache_bytes = 1 << 12
+    flops_per_s: float | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Literal["check", "plain"] = "plain") -> None:
         from tests.hostsim.device import HostDevice
         from tests.hostsim.loader import HostLoader
 
-        self.device: Device = HostDevice(HostLoader(mode="plain"))
+        self.device: Device = HostDevice(HostLoader(mode=mode))
 
     def describe(self) -> dict[str, object]:
         return {
@@ -128,6 +144,12 @@ class SimulatedTarget:
         started = time.perf_counter()
         work()
         return time.perf_counter() - started
+
+
+def tensor_flops_per_s(sm: int, num_sms: int, hertz: float) -> float | None:
+    """Dense 16-bit products with float32 sums of all tensor cores; None for an unknown sm."""
+    a_cycle = _FLOPS_A_CYCLE.get(sm)
+    return None if a_cycle is None else a_cycle * num_sms * hertz
 
 
 def has_gpu() -> bool:

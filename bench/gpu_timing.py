@@ -53,6 +53,15 @@ def time_device(target: Target, calls: Sequence[Callable[[], object]], seconds: 
     return time_replays(target.seconds, replay, seconds, rounds * len(calls))
 
 
+def time_queued(target: Target, calls: Sequence[Callable[[], object]], seconds: float) -> Timing:
+    """As `time_device`, but without a graph: with what launches and copies cost the host."""
+    for call in calls[:_WARM_UP_CALLS]:
+        call()
+    target.device.synchronize()
+    fewest = 1 if target.is_simulated else 5
+    return time_replays(target.seconds, _in_turn(calls, 1), seconds, len(calls), fewest=fewest)
+
+
 def graph_rounds(call_seconds: float, calls: int) -> int:
     """How often a graph goes through its calls so that its own launch does not count."""
     wanted = min(_MOST_CALLS, int(_GRAPH_SECONDS / max(call_seconds, 1e-7)) + 1)

@@ -12,7 +12,7 @@ import aiohttp
 
 from bench.engine import EngineOptions, default_cases, run_engine
 from bench.load import Target
-from bench.ops import OpsOptions, run_ops
+from bench.ops_command import add_ops_flags, run_ops_command
 from bench.perplexity import DEFAULT_TEXT, PerplexityOptions, run_perplexity
 from bench.presets import PRESETS, ServeCase
 from bench.quiet import BusyMachineError
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.benchmark == "serve":
             failures = run_serve(_serve_options(options), origin)
         elif options.benchmark == "ops":
-            failures = run_ops(_ops_options(options), origin)
+            failures = run_ops_command(options, origin)
         elif options.benchmark == "engine":
             failures = run_engine(_engine_options(options), origin)
         else:
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
     _add_serve(commands.add_parser("serve", help="any server with the OpenAI completions API"))
-    _add_ops(commands.add_parser("ops", help="each op of the CPU backend"))
+    add_ops_flags(commands.add_parser("ops", help="each op of a backend, or a recording's calls"))
     _add_engine(commands.add_parser("engine", help="the engine in this process, without HTTP"))
     for command in commands.choices.values():
         command.add_argument(
@@ -89,18 +89,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, default=600.0, help="seconds for one request")
     add("--server-command", help="start this server, and stop it with SIGTERM afterwards")
     add("--server-timeout", type=float, default=600.0, help="seconds until /health must answer")
-
-
-def _add_ops(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--config", help="config.json, GGUF file or model; default: SmolLM2-135M's shapes")
-    add("--ops", nargs="+", default=[], help="only these ops")
-    add("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
-    add("--contexts", type=int, nargs="+", default=[128, 1024], help="tokens of KV")
-    add("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
-    add("--threads", type=int, nargs="+", default=[], help="default: all usable cores")
-    add("--seconds", type=float, default=0.25, help="time spent on each case")
-    add("--seed", type=int, default=0)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -168,21 +156,6 @@ def _serve_cases(options: argparse.Namespace) -> list[ServeCase]:
             request_rate=options.request_rate,
         )
     ]
-
-
-def _ops_options(options: argparse.Namespace) -> OpsOptions:
-    return OpsOptions(
-        config=options.config,
-        ops=options.ops,
-        rows=options.rows,
-        contexts=options.contexts,
-        dtypes=options.dtypes,
-        threads=options.threads,
-        seconds=options.seconds,
-        seed=options.seed,
-        require_quiet=options.require_quiet,
-        output=options.output,
-    )
 
 
 def _engine_options(options: argparse.Namespace) -> EngineOptions:

@@ -195,6 +195,12 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Chrome trace to write, for Perfetto; default: %(default)s",
     )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="also write what the ops were called with, for python -m bench.run ops --replay",
+    )
 
 
 def _step_range(text: str) -> tuple[int, int]:
@@ -357,12 +363,22 @@ def _plan(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     config = _engine_config(args)
     output: Path = args.output
-    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
-        raise ConfigError(f"output={str(output)!r} cannot be written")
+    record: Path | None = args.record
+    for name, file in (("output", output), ("record", record)):
+        if file is not None and (
+            file.is_dir() or not os.access(file.absolute().parent, os.W_OK)
+        ):
+            raise ConfigError(f"{name}={str(file)!r} cannot be written")
+    if record is not None and record.absolute() == output.absolute():
+        raise ConfigError(f"output and record are both {str(output)!r}")
     from rawpaged.engine.profile_report import describe_profile
     from rawpaged.engine.profile_run import profile_workload
 
-    profile = profile_workload(config, args.workload, steps=args.steps, path=output)
+    profile = profile_workload(
+        config, args.workload, steps=args.steps, path=output, record_path=record
+    )
     print(describe_profile(profile))
     print(f"\ntrace: {output} (for https://ui.perfetto.dev or chrome://tracing)")
+    if record is not None:
+        print(f"ops: {record} (for python -m bench.run ops --replay {shlex.quote(str(record))})")
     return 0

@@ -10,7 +10,8 @@ RawpagedError
 ├── SleepError              the engine cannot go to sleep now: HTTP 409
 ├── RequestFailedError      one request failed inside the engine: HTTP 500
 ├── ProfileError            a profile cannot start or stop now: HTTP 409
-└── TraceFileError          a profile's trace could not be written: HTTP 500
+├── TraceFileError          a profile's trace could not be written: HTTP 500
+└── RecordingError          a recording of ops cannot be written, read or replayed
 """
 
 from __future__ import annotations
@@ -65,3 +66,7 @@ class ProfileError(RawpagedError):
 
 class TraceFileError(RawpagedError):
     """A profile has ended but its trace could not be written; the text names file and reason."""
+
+
+class RecordingError(RawpagedError):
+    """A recording of ops is too large, no recording, or not consistent; the text says where."""

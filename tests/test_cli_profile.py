@@ -10,6 +10,7 @@ import pytest
 
 from rawpaged import cli
 from rawpaged.cli import main
+from rawpaged.engine.op_recording import read_recording
 from rawpaged.workload import Workload
 from tests.tiny import LLAMA
 
@@ -37,6 +38,16 @@ def test_some_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert out.rstrip().splitlines()[-1].startswith(f"trace: {path}")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     assert step_events(path) == [f"step={n} prefill=0 decode=3" for n in (5, 6, 7, 8)]
+
+
+def test_ops_are_recorded_on_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace, ops = tmp_path / "trace.json", tmp_path / "ops of steps.json"
+    arguments = ["--workload", "prompts=2,prompt_len=8,output_len=5", "--output", str(trace)]
+    assert profile("--steps", "2-3", "--record", str(ops), *arguments) == 0
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert last == f"ops: {ops} (for python -m bench.run ops --replay '{ops}')"
+    recording = read_recording(ops)
+    assert [step.name for step in recording.steps] == step_events(trace)
 
 
 def test_all_steps(
@@ -70,6 +81,11 @@ def test_outputs_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     for path in (tmp_path, tmp_path / "no" / "trace.json"):
         assert profile("--output", str(path)) == 1
         assert f"output={str(path)!r} cannot be written" in capsys.readouterr().err
+        assert profile("--record", str(path)) == 1
+        assert f"record={str(path)!r} cannot be written" in capsys.readouterr().err
+    one = str(tmp_path / "one.json")
+    assert profile("--record", one, "--output", one) == 1
+    assert "output and record are both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

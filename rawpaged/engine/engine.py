@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.model_runner import ModelRunner, StepResult
+from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
 from rawpaged.engine.stats import EngineLimits, RequestStats, StatsLogger, StepStats
 from rawpaged.engine.step_label import step_args, step_label
@@ -71,10 +72,13 @@ class Engine:
         if stats_logger is not None:
             stats_logger.record_start(self._limits())
 
-    def set_tracer(self, tracer: Tracer) -> None:
-        """Tell of everything that happens in a step to `tracer`; to be called between steps."""
+    def set_tracer(self, tracer: Tracer, recorder: OpRecorder | None = None) -> None:
+        """Tell of everything that happens in a step to `tracer`, of ops' calls to `recorder`.
+
+        To be called between steps.
+        """
         self.tracer = tracer
-        self.runner.set_tracer(tracer)
+        self.runner.set_tracer(tracer, recorder)
 
     def add_request(self, request: Request) -> None:
         """Queue a request; raises InvalidRequestError if it could never run to its end."""

@@ -122,15 +122,19 @@ class LLM:
         self,
         path: Path | None = None,
         *,
+        record_path: Path | None = None,
         first_step: int | None = None,
         num_steps: int | None = None,
     ) -> int:
         """Trace steps from `first_step` (default: the next) on, which is returned.
 
         The profile ends after `num_steps` or by `stop_profile`; then its Chrome trace is written
-        to `path`. Raises ProfileError if one is running already, EngineClosedError.
+        to `path`, and the calls of its ops to `record_path`. Raises ProfileError if one is running
+        already, EngineClosedError.
         """
-        options = ProfileOptions(path=path, first_step=first_step, num_steps=num_steps)
+        options = ProfileOptions(
+            path=path, record_path=record_path, first_step=first_step, num_steps=num_steps
+        )
         return self._thread.start_profile(options).result()
 
     def stop_profile(self) -> Profile:

@@ -11,6 +11,7 @@ import numpy as np
 from rawpaged.backend import Backend, BatchMeta
 from rawpaged.engine.decode_graphs import DecodeGraphs, is_decode
 from rawpaged.engine.input_batch import make_batch
+from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.sampler import (
     LogitsCopy,
     PositionLogprobs,
@@ -62,6 +63,7 @@ class ModelRunner:
         self.backend = backend
         self._ops = backend
         self._tracer = Tracer()
+        self._is_recorded = False
         self.block_size = block_size
         self.max_chunk_len = min(max_num_batched_tokens, max_model_len)
         """Most tokens that one request can have in a step."""
@@ -167,10 +169,15 @@ class ModelRunner:
         assert self._reload_weights is not None, "sleep has refused level 2"
         return self._reload_weights()
 
-    def set_tracer(self, tracer: Tracer) -> None:
-        """Tell of phases, layers and ops to `tracer`; ops are wrapped only while it is on."""
+    def set_tracer(self, tracer: Tracer, recorder: OpRecorder | None = None) -> None:
+        """Tell of phases, layers and ops to `tracer`; ops are wrapped only while it is on.
+
+        With a recorder, decode steps run without graphs, whose replays call no ops.
+        """
         self._tracer = tracer
-        self._ops = TracedBackend(self.backend, tracer) if tracer.is_on else self.backend
+        self._is_recorded = recorder is not None
+        ops = self.backend if recorder is None else recorder.ops()
+        self._ops = TracedBackend(ops, tracer) if tracer.is_on else ops
         if self.sleep_level == 0:
             self.model.set_tracer(tracer, self._ops)
 
@@ -200,7 +207,7 @@ class ModelRunner:
     @property
     def _uses_graphs(self) -> bool:
         """Whether decode steps are replayed; not where tracing would see nothing inside them."""
-        opaque = self._tracer.is_on and self.backend.captures_on_demand
+        opaque = self._is_recorded or (self._tracer.is_on and self.backend.captures_on_demand)
         return self._graphs is not None and not opaque
 
     def close(self) -> None:

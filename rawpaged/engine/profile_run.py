@@ -19,12 +19,18 @@ _News = RequestOutput | Exception | None
 
 
 def profile_workload(
-    config: EngineConfig, workload: Workload, *, steps: tuple[int, int] | None, path: Path
+    config: EngineConfig,
+    workload: Workload,
+    *,
+    steps: tuple[int, int] | None,
+    path: Path,
+    record_path: Path | None = None,
 ) -> Profile:
     """Load the model, run the workload, write a Chrome trace of steps [first, last] to `path`.
 
-    None: all steps. The run ends with the last step traced. Raises ProfileError if it is over
-    before the first, InvalidRequestError for requests too long, and what loading raises.
+    The calls of their ops go to `record_path` if it is given. None for steps: all of them. The run
+    ends with the last step traced. Raises ProfileError if it is over before the first,
+    InvalidRequestError for requests too long, and what loading raises.
     """
     loaded = load_engine(config)
     try:
@@ -32,6 +38,7 @@ def profile_workload(
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         options = ProfileOptions(
             path=path,
+            record_path=record_path,
             first_step=None if steps is None else steps[0],
             num_steps=None if steps is None else steps[1] - steps[0] + 1,
             on_end=lambda: news.put(None),

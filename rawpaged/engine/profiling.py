@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rawpaged.engine.engine import Engine
-from rawpaged.errors import ProfileError, TraceFileError
+from rawpaged.engine.op_recorder import OpRecorder
+from rawpaged.engine.op_recording import write_recording
+from rawpaged.errors import ProfileError, RecordingError, TraceFileError
 from rawpaged.tracing import Range, RangeRecorder, Tracer, write_chrome_trace
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ class ProfileOptions:
 
     path: Path | None = None
     """Where the Chrome trace is written when the profile ends."""
+    record_path: Path | None = None
+    """Where the recording of the steps' ops is written (`op_recording.py`); None: none is made."""
     first_step: int | None = None
     """Steps are counted from 1 since the engine was made; None: the next one."""
     num_steps: int | None = None
@@ -44,11 +48,13 @@ class Profile:
 
     path: Path | None
     """The Chrome trace; None if there are no steps in it or none was wanted."""
+    record_path: Path | None
+    """The recording of ops, likewise."""
     first_step: int
     num_steps: int
     """0 if it was stopped before `first_step` came."""
     is_truncated: bool
-    """Whether it ended by itself because it held MAX_RANGES ranges."""
+    """Whether it ended by itself because it held MAX_RANGES ranges, or a recording MAX_NUMBERS."""
     ranges: list[Range]
 
 
@@ -58,7 +64,12 @@ class _Tracing:
 
     tracer: Tracer
     recorder: RangeRecorder
+    ops: OpRecorder | None
     started: float
+
+    def is_full(self, max_ranges: int) -> bool:
+        """Whether no further step should be traced."""
+        return len(self.recorder) >= max_ranges or (self.ops is not None and self.ops.is_full)
 
 
 class Profiler:
@@ -119,54 +130,79 @@ class Profiler:
             yield
             return
         if self._tracing is None:
-            self._tracing = self._install()
+            self._tracing = self._install(options)
         with self._tracing.tracer.step(self.num_steps):
             yield
         if self.num_steps - self._first_step + 1 == options.num_steps:
             self._end(options)
-        elif len(self._tracing.recorder) >= self._max_ranges:
+        elif self._tracing.is_full(self._max_ranges):
             self._end(options, is_truncated=True)
 
-    def _install(self) -> _Tracing:
+    def _install(self, options: ProfileOptions) -> _Tracing:
         recorder = RangeRecorder()
-        device_sink = self._engine.runner.backend.start_profiler()
-        # The recorder is entered last, so that its times hold nothing of the other sink.
-        tracer = Tracer([recorder] if device_sink is None else [device_sink, recorder])
-        self._engine.set_tracer(tracer)
-        return _Tracing(tracer, recorder, time.time())
+        runner = self._engine.runner
+        ops = None
+        if options.record_path is not None:
+            ops = OpRecorder(runner.backend, lambda: runner.kv_caches)
+        device_sink = runner.backend.start_profiler()
+        # The recorder is entered last, so that its times hold nothing of the other sinks.
+        sinks = [sink for sink in (device_sink, ops, recorder) if sink is not None]
+        tracer = Tracer(sinks)
+        self._engine.set_tracer(tracer, ops)
+        return _Tracing(tracer, recorder, ops, time.time())
 
     def _end(self, options: ProfileOptions, *, is_truncated: bool = False) -> None:
         self._options = None
         tracing, self._tracing = self._tracing, None
         if tracing is None:
             self._ended = Profile(
-                path=None, first_step=self._first_step, num_steps=0, is_truncated=False, ranges=[]
+                path=None,
+                record_path=None,
+                first_step=self._first_step,
+                num_steps=0,
+                is_truncated=False,
+                ranges=[],
             )
         else:
             self._engine.set_tracer(Tracer())
             self._engine.runner.backend.stop_profiler()
             profile = Profile(
                 path=options.path,
+                record_path=options.record_path,
                 first_step=self._first_step,
                 num_steps=self.num_steps - self._first_step + 1,
                 is_truncated=is_truncated,
                 ranges=tracing.recorder.ranges(),
             )
-            self._ended = self._write(profile, tracing.started)
+            self._ended = self._write(profile, tracing)
         if options.on_end is not None:
             options.on_end()
 
-    def _write(self, profile: Profile, started: float) -> Profile | TraceFileError:
-        """What comes of the profile once it is written."""
-        if profile.path is None:
-            return profile
-        backend = self._engine.runner.backend
-        about = {"device": backend.name, "dtype": backend.dtype, "started_unix_seconds": started}
-        try:
-            write_chrome_trace(profile.path, profile.ranges, about)
-        except OSError as error:
-            message = f"{profile.path.name} could not be written: {error.strerror or error}"
-            logger.error("%s", message)
-            return TraceFileError(message)
-        logger.info("%d steps from %d on: %s", profile.num_steps, profile.first_step, profile.path)
+    def _write(self, profile: Profile, tracing: _Tracing) -> Profile | TraceFileError:
+        """What comes of the profile once its files are written."""
+        for path, write in ((profile.path, self._write_trace), (profile.record_path, _write_ops)):
+            if path is None:
+                continue
+            try:
+                write(path, profile, tracing)
+            except (OSError, RecordingError) as error:
+                reason = getattr(error, "strerror", None) or error
+                message = f"{path.name} could not be written: {reason}"
+                logger.error("%s", message)
+                return TraceFileError(message)
+            logger.info("%d steps from %d on: %s", profile.num_steps, profile.first_step, path)
         return profile
+
+    def _write_trace(self, path: Path, profile: Profile, tracing: _Tracing) -> None:
+        backend = self._engine.runner.backend
+        about = {
+            "device": backend.name,
+            "dtype": backend.dtype,
+            "started_unix_seconds": tracing.started,
+        }
+        write_chrome_trace(path, profile.ranges, about)
+
+
+def _write_ops(path: Path, profile: Profile, tracing: _Tracing) -> None:
+    assert tracing.ops is not None, "no ops were recorded"
+    write_recording(path, tracing.ops.recording())

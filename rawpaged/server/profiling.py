@@ -18,6 +18,8 @@ from rawpaged.server.protocol import parse_body
 
 class StartProfileRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_steps: int | None = None
+    record_ops: bool = False
+    """Also write what the ops were called with, without token ids."""
 
 
 class StopProfileRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,6 +29,8 @@ class StopProfileRequest(msgspec.Struct, forbid_unknown_fields=True):
 class ProfileStarted(msgspec.Struct, kw_only=True):
     file: str
     """Name of the trace inside the server's --profiler-dir, once the profile has ended."""
+    ops_file: str | None
+    """Name of the recording of ops, likewise; None if none was asked for."""
     first_step: int
     num_steps: int | None
 
@@ -34,6 +38,7 @@ class ProfileStarted(msgspec.Struct, kw_only=True):
 class ProfileStopped(msgspec.Struct, kw_only=True):
     file: str | None
     """None if no step has run since the start."""
+    ops_file: str | None
     first_step: int
     num_steps: int
     num_ranges: int
@@ -49,12 +54,17 @@ async def start_profile(request: web.Request) -> web.Response:
         message = f"num_steps must be at least 1, not {wanted.num_steps}"
         raise InvalidRequestError(message, "num_steps")
     # No part of the name comes from a client.
-    name = f"profile-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
+    tag = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
+    name, ops_name = f"profile-{tag}.json", f"ops-{tag}.json" if wanted.record_ops else None
     first_step = await request.app[CONTEXT].engine.start_profile(
-        directory / name, num_steps=wanted.num_steps
+        directory / name,
+        record_path=directory / ops_name if ops_name else None,
+        num_steps=wanted.num_steps,
     )
     return json_response(
-        ProfileStarted(file=name, first_step=first_step, num_steps=wanted.num_steps)
+        ProfileStarted(
+            file=name, ops_file=ops_name, first_step=first_step, num_steps=wanted.num_steps
+        )
     )
 
 
@@ -67,6 +77,7 @@ async def stop_profile(request: web.Request) -> web.Response:
     return json_response(
         ProfileStopped(
             file=None if profile.path is None else profile.path.name,
+            ops_file=None if profile.record_path is None else profile.record_path.name,
             first_step=profile.first_step,
             num_steps=profile.num_steps,
             num_ranges=len(profile.ranges),

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from rawpaged import AsyncEngine
+from rawpaged.engine.op_recording import read_recording
 from rawpaged.errors import ConfigError
 from rawpaged.server.profiling import prepare_profiler_dir
 from tests.server.client import complete, send
@@ -57,7 +58,8 @@ def test_the_api_key_guards(engine: AsyncEngine, tmp_path: Path, route: str) -> 
 
 def test_start_and_stop(profiled: Server, tmp_path: Path) -> None:
     started = send(profiled.url, "POST", "/start_profile").json
-    assert set(started) == {"file", "first_step", "num_steps"}
+    assert set(started) == {"file", "ops_file", "first_step", "num_steps"}
+    assert started["ops_file"] is None
     assert FILE_NAME.fullmatch(started["file"])
     assert started["num_steps"] is None
     generate(profiled, max_tokens=4)
@@ -82,6 +84,18 @@ def test_a_number_of_steps(profiled: Server, tmp_path: Path) -> None:
     assert send(profiled.url, "POST", "/stop_profile").status == 409
 
 
+def test_ops_are_recorded_on_request(profiled: Server, tmp_path: Path) -> None:
+    wanted = {"num_steps": 2, "record_ops": True}
+    started = send(profiled.url, "POST", "/start_profile", wanted).json
+    assert started["ops_file"] == started["file"].replace("profile-", "ops-")
+    generate(profiled, max_tokens=4)
+    stopped = send(profiled.url, "POST", "/stop_profile").json
+    assert stopped["ops_file"] == started["ops_file"]
+    assert {path.name for path in tmp_path.iterdir()} == {started["file"], started["ops_file"]}
+    recording = read_recording(tmp_path / started["ops_file"])
+    assert len(recording.steps) == 2
+
+
 def test_stop_without_start(profiled: Server) -> None:
     answer = send(profiled.url, "POST", "/stop_profile")
     assert answer.status == 409
@@ -104,6 +118,7 @@ def test_start_twice(profiled: Server, tmp_path: Path) -> None:
         ("/start_profile", b'{"num_steps": 0}', "num_steps"),
         ("/start_profile", b'{"num_steps": "3"}', "num_steps"),
         ("/start_profile", b'{"path": "/etc/passwd"}', "path"),
+        ("/start_profile", b'{"record_ops": "../x"}', "record_ops"),
         ("/start_profile", b'{"file": "../x"}', "file"),
         ("/start_profile", b"[]", None),
         ("/stop_profile", b'{"num_steps": 1}', "num_steps"),

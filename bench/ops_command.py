@@ -1,0 +1,123 @@
+"""`python -m bench.run ops`: its flags, and which of the ways to run ops they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bench.model_ops import record_model
+from bench.op_cases import SMOLLM2_135M
+from bench.ops import OpsOptions, run_ops
+from bench.replay import ReplayOptions, run_replay
+from bench.replay_places import DEVICE_NAMES, open_place
+from bench.rows import Origin
+from rawpaged.engine.op_recording import read_recording
+from rawpaged.weights.checkpoint import read_model_config
+
+_ROWS, _CONTEXTS = (1, 8, 32, 128, 512), (128, 1024)
+
+
+def add_ops_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags without a value say that they were not given, so that none is ignored."""
+    add = parser.add_argument
+    add("--config", help="config.json, GGUF file or model; default: SmolLM2-135M's shapes")
+    add("--ops", nargs="+", default=[], help="only these ops")
+    add("--device", choices=DEVICE_NAMES, default="cpu", help="(default: cpu)")
+    add("--rows", type=int, nargs="+", help="default: 1 8 32 128 512")
+    add("--contexts", type=int, nargs="+", help="tokens of KV; default: 128 1024")
+    add(
+        "--dtypes",
+        nargs="+",
+        choices=["bfloat16", "float16", "float32"],
+        help="of weights and KV; default: bfloat16 float32 on the CPU, bfloat16 elsewhere, and the "
+        "recording's with --replay",
+    )
+    add("--threads", type=int, nargs="+", help="CPU threads; default: all usable cores")
+    add("--seconds", type=float, default=0.25, help="time spent on each case")
+    add("--seed", type=int, default=0)
+    add("--replay", type=Path, metavar="FILE", help="the calls of a recording (rawpaged profile)")
+    add("--only", type=int, nargs="+", metavar="N", help="with --replay: calls by their numbers")
+    add("--calls", type=int, metavar="N", help="make each call N times for a profiler, untimed")
+
+
+def run_ops_command(given: argparse.Namespace, origin: Origin) -> int:
+    """Run what was asked for; returns how many ops failed. Raises ValueError where flags clash."""
+    if given.replay is None and given.device == "cpu":
+        _refuse(given, "with --replay or another --device", "only", "calls")
+        return run_ops(_cpu_options(given), origin)
+    if given.calls is not None and given.calls < 1:
+        raise ValueError(f"--calls {given.calls} must be at least 1")
+    if given.require_quiet:
+        raise ValueError("--require-quiet goes with timing the CPU's own cases only")
+    if given.device != "cpu":
+        _refuse(given, "on the CPU", "threads")
+    if given.replay is None:
+        _refuse(given, "with --replay", "only")
+        return _run_model_ops(given, origin)
+    _refuse(given, "without --replay", "config", "rows", "contexts")
+    recording = read_recording(given.replay)
+    failures = 0
+    for dtype in given.dtypes or [recording.about.dtype]:
+        for threads in given.threads or [None]:
+            place = open_place(
+                given.device, dtype=dtype, threads=threads, measures=given.calls is None
+            )
+            try:
+                failures += run_replay(
+                    recording, given.replay.name, place, _replay_options(given), origin
+                )
+            finally:
+                place.close()
+    return failures
+
+
+def _run_model_ops(given: argparse.Namespace, origin: Origin) -> int:
+    """A layer of a model's shape on a device."""
+    model = read_model_config(given.config) if given.config else SMOLLM2_135M
+    rows, contexts = given.rows or _ROWS, given.contexts or _CONTEXTS
+    failures = 0
+    for dtype in given.dtypes or ["bfloat16"]:
+        place = open_place(given.device, dtype=dtype, threads=None, measures=given.calls is None)
+        try:
+            recording = record_model(place.backend, model, rows, contexts)
+            source = given.config or "smollm2-135m"
+            failures += run_replay(recording, source, place, _replay_options(given), origin)
+        finally:
+            place.close()
+    return failures
+
+
+def _refuse(given: argparse.Namespace, where: str, *names: str) -> None:
+    for name in names:
+        if getattr(given, name) is not None:
+            raise ValueError(f"--{name} has a meaning {where} only")
+
+
+def _cpu_options(given: argparse.Namespace) -> OpsOptions:
+    chosen = {
+        name: getattr(given, name)
+        for name in ("rows", "contexts", "dtypes", "threads")
+        if getattr(given, name) is not None
+    }
+    if "float16" in chosen.get("dtypes", ()):
+        raise ValueError("the CPU backend has bfloat16 and float32, not float16")
+    return OpsOptions(
+        config=given.config,
+        ops=given.ops,
+        seconds=given.seconds,
+        seed=given.seed,
+        require_quiet=given.require_quiet,
+        output=given.output,
+        **chosen,
+    )
+
+
+def _replay_options(given: argparse.Namespace) -> ReplayOptions:
+    return ReplayOptions(
+        ops=given.ops,
+        only=given.only or (),
+        calls=given.calls,
+        seconds=given.seconds,
+        seed=given.seed,
+        output=given.output,
+    )

@@ -1,0 +1,607 @@
+"""Recorded ops made again: on the CPU, and on simulated kernels under the checker."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from bench.gpu_target import tensor_flops_per_s
+from bench.model_ops import record_model
+from bench.op_work import work_of
+from bench.recorded_call import CallView, operand_bytes, positions, used_blocks, visible_keys
+from bench.replay import ReplayOptions, chosen_calls, make_calls, run_replay
+from bench.replay_operands import Operands, make_plan
+from bench.replay_places import CpuPlace, Place, open_place
+from bench.rows import Origin
+from bench.run import main
+from rawpaged.backend import Backend, KVCache, TokenLogprobRows
+from rawpaged.cpu.backend import CpuBackend
+from rawpaged.engine.input_batch import make_batch
+from rawpaged.engine.op_recorder import RECORDED_OPS, OpRecorder
+from rawpaged.engine.op_recording import RecordedPlan, Recording, read_recording, write_recording
+from rawpaged.engine.profiling import ProfileOptions, Profiler
+from rawpaged.errors import BackendError, RecordingError
+from rawpaged.weights.checkpoint import read_model_config
+from tests.conftest import TINY
+from tests.engine.helpers import request, tiny_engine
+from tests.gpu.conftest import numba_cuda
+from tests.hostsim.wheels import CudaWheels
+
+__all__ = ["numba_cuda"]
+
+CONFIG = str(TINY / "llama" / "config.json")
+ORIGIN = Origin("command", commit="", machine={})
+QUICK = ReplayOptions(seconds=0.0, seed=3)
+
+
+def record_engine(engine: Any, path: Path) -> Recording:
+    """A prompt in two chunks beside another, then decode steps with penalties and logprobs."""
+    profiler = Profiler(engine)
+    profiler.start(ProfileOptions(record_path=path))
+    engine.add_request(request("a", range(3, 45), max_tokens=3, frequency_penalty=0.5))
+    engine.add_request(request("b", [5, 6, 7], max_tokens=4, temperature=0.7, logprobs=2))
+    while engine.has_unfinished():
+        with profiler.step():
+            engine.step()
+    profiler.stop()
+    return read_recording(path)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Of a CPU engine, with a copy within the pool and one to the host besides."""
+    path = tmp_path_factory.mktemp("replay") / "ops.json"
+    engine = tiny_engine("qwen3", max_num_batched_tokens=32)
+    recorded = record_engine(engine, path)
+    backend, pools = engine.runner.backend, engine.runner.kv_caches
+    recorder = OpRecorder(backend, lambda: pools)
+    cache = pools[0].keys.shape
+    host = [backend.new_host_kv_cache(4, cache[1], cache[2], cache[3]) for _ in pools]
+    pairs = np.array([[0, 3], [2, 1]], np.int64)
+    recorder.ops().copy_blocks(pools, pools, pairs)
+    recorder.ops().copy_blocks(host, pools, pairs)
+    copies = recorder.recording().calls
+    engine.close()
+    assert {call.op for call in (*recorded.calls, *copies)} == set(RECORDED_OPS)
+    return msgspec.structs.replace(recorded, calls=(*recorded.calls, *copies))
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    opened = CpuPlace(dtype="float32", threads=1, measures=False)
+    yield opened
+    opened.close()
+
+
+def views(recording: Recording, backend: Backend) -> list[CallView]:
+    return [CallView(recording, call, backend) for call in recording.calls]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# Making the calls again
+
+
+def test_every_call_is_made_and_timed(
+    recording: Recording, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("bench.op_cases.last_level_cache_bytes", lambda: 2**10)
+    output = tmp_path / "rows.jsonl"
+    options = dataclasses.replace(QUICK, output=output)
+    assert run_replay(recording, "ops.json", place, options, ORIGIN) == 0
+    rows = read(output)
+    assert [row["parameters"]["call"] for row in rows] == list(range(len(recording.calls)))
+    counts = [0] * len(recording.calls)
+    for step in recording.steps:
+        for call in step.calls:
+            counts[call] += 1
+    assert [row["parameters"]["count"] for row in rows] == counts
+    for row in rows:
+        results = row["results"]
+        assert results["calls"] >= 5
+        assert results["bytes"] > 0
+        assert results["gb_per_s"] == pytest.approx(
+            results["bytes"] / results["median_us"] / 1e3, rel=1e-4
+        )
+        assert results["bandwidth_share"] is results["peak_share"] is None
+    lines = capsys.readouterr().out.splitlines()
+    totals = [float(line.split()[-1]) for line in lines[2:]]
+    assert len(totals) == len(rows)
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_calls_for_a_profiler_are_made_as_often_as_asked(
+    recording: Recording, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for op in ("linear", "start_profiler", "stop_profiler"):
+        inner = getattr(place.backend, op)
+
+        def noted(*args: Any, inner: Any = inner, op: str = op, **kwargs: Any) -> Any:
+            made.append(op)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(place.backend, op, noted)
+    options = ReplayOptions(ops=["linear"], only=[2], calls=3)
+    assert recording.calls[2].op == "linear"
+    assert run_replay(recording, "", place, options, ORIGIN) == 0
+    # The first is to compile, and not for the profiler.
+    assert made == ["linear", "start_profiler", *["linear"] * 3, "stop_profiler"]
+
+
+def test_one_that_cannot_be_made_does_not_keep_the_others(
+    recording: Recording, place: Place, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def wrong(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(place.backend, "silu_and_mul", wrong)
+    options = dataclasses.replace(QUICK, ops=["silu_and_mul", "gather_rows"], calls=1)
+    silu = sum(call.op == "silu_and_mul" for call in recording.calls)
+    assert run_replay(recording, "", place, options, ORIGIN) == silu > 0
+    said = capsys.readouterr()
+    assert said.err.count("planted") == silu
+    assert "gather_rows" in said.out
+
+
+def test_calls_are_chosen_by_name_and_number(recording: Recording) -> None:
+    every = chosen_calls(recording, ReplayOptions())
+    assert every == list(range(len(recording.calls)))
+    linear = chosen_calls(recording, ReplayOptions(ops=["linear"]))
+    assert linear == [i for i in every if recording.calls[i].op == "linear"]
+    assert chosen_calls(recording, ReplayOptions(ops=["linear"], only=[0, linear[1]])) == [
+        linear[1]
+    ]
+    with pytest.raises(RecordingError, match="conv"):
+        chosen_calls(recording, ReplayOptions(ops=["conv", "linear"]))
+    with pytest.raises(RecordingError, match="numbered from 0"):
+        chosen_calls(recording, ReplayOptions(only=[0, -1, 10**6]))
+
+
+def test_what_does_not_fit_memory_is_refused(recording: Recording, place: Place) -> None:
+    view = next(view for view in views(recording, place.backend) if view.call.op == "linear")
+    shared, stored = operand_bytes(view)
+    with pytest.raises(RecordingError, match="GB that may be used"):
+        make_calls(view, 4, 0, shared + stored - 1)
+    assert len(make_calls(view, 4, 0, shared + stored)) == 1
+    assert len(make_calls(view, 4, 0, shared + 3 * stored)) == 3
+    assert len(make_calls(view, 4, 0, shared + 9 * stored)) == 4
+
+
+# Operands
+
+
+def outputs(view: CallView, seed: int) -> dict[str, npt.NDArray[np.float64]]:
+    """All floats that a call of an op may have written, and what it gave back."""
+    operands = Operands(view, seed)
+    made = {**operands.shared(), **operands.stored(0)}
+    given = getattr(view.backend, view.call.op)(**made)
+    found: dict[str, Any] = {
+        name: view.backend.download(value)
+        for name, value in made.items()
+        if hasattr(value, "strides") and not isinstance(value, np.generic)
+    }
+    for name, value in made.items():
+        if isinstance(value, KVCache):
+            found[name] = written(view, value)
+    if isinstance(given, TokenLogprobRows):
+        found |= {field: getattr(given, field) for field in ("chosen", "top_logprobs", "ranks")}
+    elif given is not None:
+        found["result"] = given
+    return {name: np.asarray(value).astype(np.float64) for name, value in found.items()}
+
+
+def written(view: CallView, cache: KVCache) -> npt.NDArray[np.float64]:
+    """Keys and values of all slots [2, slots, heads, head_dim], as any backend has them."""
+    keys, values = (view.backend.download(pool) for pool in (cache.keys, cache.values))
+    if keys.dtype == np.uint16:
+        keys, values = ((x.astype(np.uint32) << 16).view(np.float32) for x in (keys, values))
+    if view.backend.name == "cpu":
+        keys = keys.swapaxes(2, 3)
+    keys, values = (x.astype(np.float64).swapaxes(1, 2) for x in (keys, values))
+    values = values[..., : keys.shape[-1]]
+    return np.stack([x.reshape(-1, *x.shape[2:]) for x in (keys, values)])
+
+
+def test_the_same_seed_gives_the_same_numbers(recording: Recording, place: Place) -> None:
+    for view in views(recording, place.backend):
+        if view.call.op == "copy_blocks":
+            continue  # over pools as the backend gives them
+        first, again, other = (outputs(view, seed) for seed in (1, 1, 2))
+        assert first
+        for name in first:
+            np.testing.assert_array_equal(first[name], again[name])
+            assert np.isfinite(first[name]).all(), f"{view.label} {name}"
+        assert any((first[name] != other[name]).any() for name in first)
+
+
+def test_operands_are_laid_out_as_recorded(recording: Recording, place: Place) -> None:
+    view = next(v for v in views(recording, place.backend) if v.call.op == "rope_and_store_kv")
+    made = Operands(view, 0).shared()
+    for name in ("q", "k", "v"):
+        arg: Any = view.call.args[name]
+        assert made[name].shape == arg.shape
+        assert made[name].strides == (4 * arg.row_stride, 4 * arg.shape[2], 4)
+    in_place = [v for v in views(recording, place.backend) if v.call.op == "rms_norm"]
+    same = [made["out"] is made["x"] for made in (Operands(v, 0).shared() for v in in_place)]
+    assert any(same)
+    assert not all(same)
+
+
+def test_plans_are_those_of_the_engine(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index arrays that an engine makes for the same requests."""
+    plans: list[Any] = []
+
+    class Keeper:
+        def plan(self, meta: Any, **heads: int) -> None:
+            plans.append((meta, heads))
+
+    engine = tiny_engine("qwen3", max_num_batched_tokens=32)
+    metas: list[Any] = []
+    heads_of = {"num_heads": 4, "num_kv_heads": 2}
+
+    def noted(*args: Any) -> Any:
+        metas.append((make_batch(*args), heads_of))
+        return metas[-1][0]
+
+    monkeypatch.setattr("rawpaged.engine.model_runner.make_batch", noted)
+    engine.add_request(request("a", range(3, 45), max_tokens=3, frequency_penalty=0.5))
+    engine.add_request(request("b", [5, 6, 7], max_tokens=4, temperature=0.7, logprobs=2))
+    while engine.has_unfinished():
+        engine.step()
+    engine.close()
+    for plan in recording.plans:
+        make_plan(Keeper(), plan)  # type: ignore[arg-type]
+    assert len(plans) == len(metas)
+    for (meta, heads), (expected, expected_heads) in zip(plans, metas, strict=True):
+        assert heads == expected_heads
+        for field in dataclasses.fields(meta):
+            made, original = getattr(meta, field.name), getattr(expected, field.name)
+            assert made.dtype == original.dtype
+            if field.name != "token_ids":
+                np.testing.assert_array_equal(made, original, err_msg=field.name)
+        assert not meta.token_ids.any()
+
+
+# What calls come to
+
+
+def brute_force(plan: RecordedPlan, window: int | None) -> tuple[int, int]:
+    read: set[tuple[int, int]] = set()
+    pairs = 0
+    for row, (start, end) in enumerate(itertools.pairwise(plan.query_start_loc)):
+        for position in range(plan.seq_lens[row] - (end - start), plan.seq_lens[row]):
+            for key in range(plan.seq_lens[row]):
+                if key <= position and (window is None or key > position - window):
+                    read.add((row, key))
+                    pairs += 1
+    return len(read), pairs
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
+def test_visible_keys(window: int | None) -> None:
+    plan = RecordedPlan(
+        num_heads=1,
+        num_kv_heads=1,
+        query_start_loc=(0, 1, 6, 7, 15),
+        seq_lens=(9, 5, 1, 20),
+        block_tables=((0,), (0,), (0,), (0, 1)),
+        slot_mapping=(0,) * 15,
+        logits_rows=(),
+    )
+    assert visible_keys(plan, window) == brute_force(plan, window)
+    expected = [*range(8, 9), *range(5), *range(1), *range(12, 20)]
+    assert list(positions(plan)) == expected
+
+
+def test_bytes_and_products_of_a_model(place: Place) -> None:
+    model = read_model_config(CONFIG)
+    recorded = record_model(place.backend, model, [3], [20])
+    work = {view.label: work_of(view) for view in views(recorded, place.backend)}
+    hidden, inner, vocab = model.hidden_size, model.intermediate_size, model.vocab_size
+    down = work[f"linear 3x{inner}x{hidden}"]
+    assert down.num_bytes == 4 * (inner * hidden + 3 * inner + 3 * hidden)
+    assert down.num_flops == 2 * 3 * inner * hidden
+    assert work[f"sample 3x{vocab}"].num_bytes == 4 * 3 * vocab
+    assert work[f"silu_and_mul 3x{inner}"].num_bytes == 4 * 3 * 3 * inner
+    assert work[f"add_rms_norm 3x{hidden}"].num_bytes == 4 * (4 * 3 * hidden + hidden)
+    heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
+    attention = [w for label, w in work.items() if label.startswith("paged_attention")]
+    per_token = 2 * 4 * kv_heads * size
+    # Three requests with one query each, as the last one made with these sizes; then a prompt's
+    # last three tokens, which have the same label.
+    assert attention[-1].num_bytes == 20 * per_token + 2 * 4 * 3 * heads * size
+    assert attention[-1].num_flops == 4 * heads * size * (18 + 19 + 20)
+    decode = next(v for v in views(recorded, place.backend) if v.call.op == "paged_attention")
+    assert work_of(decode).num_bytes == 3 * 20 * per_token + 2 * 4 * 3 * heads * size
+    assert work_of(decode).num_flops == 4 * heads * size * 60
+    copy = next(v for v in views(recorded, place.backend) if v.call.op == "copy_blocks")
+    assert work_of(copy).num_bytes == 2 * place.backend.kv_bytes_per_block(kv_heads, size, 16)
+
+
+def test_a_models_recording_has_every_op(place: Place) -> None:
+    recorded = record_model(place.backend, read_model_config(CONFIG), [1, 3], [20, 2])
+    assert {call.op for call in recorded.calls} == set(RECORDED_OPS)
+    assert [step.name for step in recorded.steps] == [
+        "prefill=0 decode=1 context=20",
+        "prefill=0 decode=3 context=20",
+        "prefill=1x3 decode=0 context=20",
+        "prefill=0 decode=1 context=2",
+        "prefill=0 decode=3 context=2",
+    ]
+    for view in views(recorded, place.backend):
+        work_of(view)
+    with pytest.raises(ValueError, match="no step has"):
+        record_model(place.backend, read_model_config(CONFIG), [10**9], [20])
+
+
+def test_floats_have_the_types_of_the_backend(recording: Recording, place: Place) -> None:
+    """The residual stream and logits are float32 everywhere, activations are not."""
+
+    class Half:
+        activation_dtype = "bfloat16"
+
+    kinds: dict[tuple[str, str], set[str]] = {}
+    for view in views(recording, Half()):  # type: ignore[arg-type]
+        for name, arg in view.call.args.items():
+            if getattr(arg, "dtype", None) == "float32":
+                rank = len(getattr(arg, "shape", ()))
+                kinds.setdefault((view.call.op, f"{name}{rank}"), set()).add(
+                    view.float_dtype(name)
+                )
+    assert kinds.pop(("linear", "out2")) == {"bfloat16", "float32"}
+    wide = {key for key, found in kinds.items() if found == {"float32"}}
+    assert wide == {
+        *(("embed", "out2"), ("rms_norm", "x2"), ("rms_norm", "weight1")),
+        *(("add_rms_norm", "residual2"), ("add_rms_norm", "weight1")),
+        *(("rope_and_store_kv", "cos_sin2"), ("edit_logits", "logits2")),
+        *(("sample", "logits2"), ("token_logprobs", "logits2")),
+    }
+    assert all(found == {"bfloat16"} for key, found in kinds.items() if key not in wide)
+
+
+def test_tensor_cores_of_data_sheets() -> None:
+    assert tensor_flops_per_s(90, 132, 1.83e9) == pytest.approx(989e12, rel=0.01)  # H100
+    assert tensor_flops_per_s(80, 108, 1.41e9) == pytest.approx(312e12, rel=0.01)  # A100
+    assert tensor_flops_per_s(89, 128, 2.52e9) == pytest.approx(165e12, rel=0.01)  # RTX 4090
+    assert tensor_flops_per_s(75, 40, 1e9) is None
+
+
+# Hostile recordings
+
+
+def _set(*way: Any, to: Any) -> Callable[[Any], None]:
+    def change(args: Any) -> None:
+        for part in way[:-1]:
+            args = args[part]
+        args[way[-1]] = to
+
+    return change
+
+
+def array(*shape: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "array", "shape": list(shape), "dtype": "float32", **more}
+
+
+CHANGES: list[tuple[str, Callable[[Any], None], str]] = [
+    ("embed", _set("table", "in_features", to=63), "rows of"),
+    ("embed", _set("token_ids", to=array(2)), "token_ids"),
+    ("embed", _set("more", to={"kind": "number", "value": 1}), "arguments"),
+    ("rms_norm", _set("weight", "shape", to=[5]), "weight"),
+    ("rms_norm", _set("out", to=array(1, 5)), "out is not like x"),
+    ("add_rms_norm", _set("residual", "shape", 0, to=1000), "shapes differ"),
+    ("add_rms_norm", _set("eps", "value", to="0.1"), ""),
+    ("linear", _set("x", "shape", 1, to=8), "columns"),
+    ("linear", _set("out", "shape", 0, to=1000), "out is not"),
+    ("linear", _set("weight", to={"kind": "number", "value": 4}), "LinearArg"),
+    ("rope_and_store_kv", _set("cos_sin", "shape", 0, to=1), "position"),
+    ("rope_and_store_kv", _set("cache", "num_blocks", to=1), "slot"),
+    ("rope_and_store_kv", _set("k", "shape", 1, to=1), "k and v"),
+    ("rope_and_store_kv", _set("positions", "name", to="block_tables"), "positions is the plan's"),
+    ("rope_and_store_kv", _set("positions", "plan", to=1), "positions and slots"),
+    ("copy_blocks", _set("pairs", "values", to=[0, -1, 1, 2]), "blocks"),
+    ("copy_blocks", _set("pairs", "values", to=[0, 1, 1, 2]), "read and written"),
+    ("copy_blocks", _set("targets", "num_layers", to=2**20), "layers"),
+    ("paged_attention", _set("plan", "plan", to=1), "plan's"),
+    ("paged_attention", _set("cache", "num_blocks", to=1), "in the pool"),
+    ("paged_attention", _set("cache", "block_size", to=1), "keys in"),
+    ("paged_attention", _set("cache", "num_kv_heads", to=1), "cache"),
+    ("paged_attention", _set("sliding_window", "value", to=0), "window"),
+    ("paged_attention", _set("sliding_window", "value", to=0.5), "window"),
+    ("paged_attention", _set("scale", "value", to=None), "scale"),
+    ("silu_and_mul", _set("gate_up", "shape", 1, to=5), "twice"),
+    ("gather_rows", _set("x", "shape", 0, to=1), "a row is not one of"),
+    ("gather_rows", _set("rows", to=array(1, dtype="int32", values=[-1])), "row"),
+    ("edit_logits", _set("edits", "arrays", "rows", "values", 0, to=-1), "row"),
+    ("edit_logits", _set("edits", "arrays", "bias", "shape", to=[1000]), ""),
+    ("edit_logits", _set("edits", "type", to="SamplingRows"), "no LogitEdits"),
+    ("edit_logits", _set("logits", "shape", 1, to=0), "more edits"),
+    ("sample", _set("logits", "shape", 0, to=1000), "rows"),
+    ("sample", _set("rows", "arrays", "seeds", to=array(1)), ""),
+    ("token_logprobs", _set("k", "value", to=10**9), "k="),
+    ("token_logprobs", _set("token_ids", "shape", to=[1000]), "token_ids"),
+]
+
+
+@pytest.mark.parametrize(("op", "change", "words"), CHANGES)
+def test_calls_that_do_not_fit_are_not_made(
+    recording: Recording, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], op: str, change: Callable[[Any], None], words: str,
+) -> None:  # fmt: skip
+    """What is wrong is found before a kernel meets it."""
+    tree = json.loads(msgspec.json.encode(recording))
+    index = next(i for i, call in enumerate(tree["calls"]) if call["op"] == op)
+    change(tree["calls"][index]["args"])
+    path = tmp_path / "ops.json"
+    path.write_text(json.dumps(tree))
+    try:
+        changed = read_recording(path)
+    except RecordingError:
+        assert words == "", "this one is for the call's own checks"
+        return
+    if op != "copy_blocks":  # whose check of pairs is the backend's own
+
+        def wrong(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("it was made")
+
+        monkeypatch.setattr(place.backend, op, wrong)
+    options = ReplayOptions(only=[index], calls=1)
+    assert run_replay(changed, "", place, options, ORIGIN) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_an_op_that_does_not_exist(recording: Recording, place: Place) -> None:
+    call = msgspec.structs.replace(recording.calls[0], op="download")
+    with pytest.raises(RecordingError, match="no op is called 'download'"):
+        work_of(CallView(recording, call, place.backend))
+
+
+# The command
+
+
+def test_the_command_replays_a_file(
+    recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("bench.replay_places.measure_peaks", lambda threads: replay_peaks())
+    monkeypatch.setattr("bench.op_cases.last_level_cache_bytes", lambda: 2**10)
+    path, output = tmp_path / "ops.json", tmp_path / "rows.jsonl"
+    write_recording(path, recording)
+    given = ["ops", "--replay", str(path), "--ops", "linear", "--threads", "1", "--seconds", "0"]
+    assert main([*given, "--dtypes", "bfloat16", "--output", str(output)]) == 0
+    rows = read(output)
+    assert {row["parameters"]["dtype"] for row in rows} == {"bfloat16"}
+    assert rows[0]["parameters"]["recording"] == "ops.json"
+    share = rows[0]["results"]["gb_per_s"] * 1e9 / 2e9
+    assert rows[0]["results"]["bandwidth_share"] == pytest.approx(share, rel=1e-4)
+    output.unlink()
+    # The type of the recording, if none is given; nothing is measured for a profiler.
+    monkeypatch.setattr("bench.replay_places.measure_peaks", None)
+    assert main([*given, "--calls", "2", "--output", str(output)]) == 0
+    assert {row["parameters"]["dtype"] for row in read(output)} == {"float32"}
+    assert "made" in capsys.readouterr().out
+
+
+def replay_peaks() -> Any:
+    from bench.probes import Peaks
+
+    return Peaks(2e9, 4e9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--only", "1"], "--only has a meaning with --replay or another --device only"),
+        (["--calls", "1"], "--calls has a meaning"),
+        (["--replay", "FILE", "--calls", "0"], "--calls 0 must be at least 1"),
+        (["--replay", "FILE", "--rows", "3"], "--rows has a meaning without --replay only"),
+        (["--replay", "FILE", "--config", "x"], "--config has a meaning without --replay only"),
+        (["--replay", "FILE", "--require-quiet"], "--require-quiet goes with"),
+        (["--replay", "FILE", "--only", "999"], "numbered from 0"),
+        (["--replay", "FILE", "--ops", "conv"], "were not called"),
+        (["--replay", "no-file"], "No such file"),
+        (["--device", "simulator", "--threads", "1"], "--threads has a meaning on the CPU only"),
+        (["--device", "simulator", "--only", "1"], "--only has a meaning with --replay only"),
+        (["--dtypes", "float16"], "not float16"),
+    ],
+)
+def test_flags_that_clash(
+    recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("bench.replay_places.measure_peaks", lambda threads: replay_peaks())
+    path = tmp_path / "ops.json"
+    write_recording(path, recording)
+    given = [str(path) if flag == "FILE" else flag for flag in flags]
+    assert main(["ops", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_simulator_needs_numbas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.ENABLE_CUDASIM", 0)
+    with pytest.raises(BackendError, match="NUMBA_ENABLE_CUDASIM=1"):
+        open_place("simulator", dtype="bfloat16", threads=None, measures=False)
+
+
+# Simulated kernels
+
+
+@pytest.fixture
+def simulated(cuda_wheels: CudaWheels, numba_cuda: None) -> Iterator[Place]:
+    opened = open_place("simulator", dtype="bfloat16", threads=None, measures=False)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.gpusim
+def test_simulated_kernels_give_what_the_cpu_gives(recording: Recording, simulated: Place) -> None:
+    """From the same seed: operands are the same, results but for rounding, under the checker."""
+    cpu = CpuBackend(dtype="bfloat16", num_threads=1)
+    checked = 0
+    pairs = zip(views(recording, simulated.backend), views(recording, cpu), strict=True)
+    seen: set[tuple[str, str]] = set()
+    for ours, theirs in pairs:
+        if ours.call.op == "copy_blocks" or (ours.call.op, ours.label) in seen:
+            continue
+        seen.add((ours.call.op, ours.label))
+        found, expected = outputs(ours, 5), outputs(theirs, 5)
+        assert found.keys() == expected.keys()
+        for name in found:
+            size = max(1.0, float(abs(expected[name]).max()))
+            error = abs(found[name] - expected[name]).max()
+            assert error <= 2.0**-6 * size, f"{ours.label} {name}: {error=} {size=}"
+            checked += 1
+    assert {op for op, _ in seen} == set(RECORDED_OPS) - {"copy_blocks"}
+    assert checked > len(seen)
+    cpu.close()
+
+
+@pytest.mark.gpusim
+def test_a_gpu_engines_steps_are_recorded_without_graphs(
+    simulated: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.gpu.test_engine import gpu_engine
+
+    engine = gpu_engine("llama", "bfloat16", enforce_eager=False)
+    recorded = record_engine(engine, tmp_path / "ops.json")
+    decode = [step for step in recorded.steps if "prefill=0" in step.name]
+    layers = engine.runner.config.num_layers
+    assert decode
+    for step in decode:
+        made = [recorded.calls[call].op for call in step.calls]
+        assert made.count("paged_attention") == layers
+    engine.close()
+    attention = [i for i, call in enumerate(recorded.calls) if call.op == "paged_attention"]
+    options = ReplayOptions(only=[*attention[:1], *attention[-1:]], calls=1)
+    assert run_replay(recorded, "", simulated, options, ORIGIN) == 0
+    views_of = [CallView(recorded, recorded.calls[i], simulated.backend) for i in attention]
+    assert all(used_blocks(view, "cache") <= 40 for view in views_of)
+
+
+@pytest.mark.gpusim
+def test_a_kernel_that_leaves_its_arrays_is_found(
+    recording: Recording, simulated: Place, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The checker is at work: a table that names a block beyond the pool is a fault of the call."""
+    from tests.hostsim.loader import HostSimError
+
+    index = next(i for i, call in enumerate(recording.calls) if call.op == "paged_attention")
+    monkeypatch.setattr("bench.replay_operands.used_blocks", lambda view, name: 1)
+    with pytest.raises(HostSimError, match="out-of-bounds"):
+        run_replay(recording, "", simulated, ReplayOptions(only=[index], calls=1), ORIGIN)
