@@ -18,7 +18,7 @@ from rawpaged.server.metrics import PrometheusStats
 from tests.server.chromium import Page, browser, find_chromium, tab
 from tests.server.client import complete, send
 from tests.server.conftest import Server, serve
-from tests.tiny import tiny_config
+from tests.tiny import engine_of, tiny_config
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome on this machine")
@@ -403,8 +403,8 @@ def test_contrast_and_motion(
 def test_a_pool_larger_than_the_window(port: int) -> None:
     """2048 blocks at once; the rest is reached with the keyboard too."""
 
-    async def scenario(url: str) -> None:
-        async with tab(port, url) as page:
+    async def scenario(server: Server, large: AsyncEngine) -> None:
+        async with tab(port, server.url) as page:
             await page.wait_for("document.querySelectorAll('#grid .cell').length === 2048")
             await page.evaluate("document.getElementById('first').focus()")
             await page.press("ArrowRight")
@@ -414,11 +414,22 @@ def test_a_pool_larger_than_the_window(port: int) -> None:
             label = "document.querySelector('#grid .cell').getAttribute('aria-label')"
             assert await page.evaluate(label) == "Block 2048: free"
             assert await page.evaluate("document.getElementById('first').value") == "1"
+            assert not await page.evaluate("document.getElementById('follow').checked")
+            await page.press("ArrowLeft")
+            await page.wait_for(f"{label} === 'Block 0: free'")
+            await page.evaluate("document.getElementById('follow').click()")
+            # The pool's last blocks are in use: the window goes there by itself.
+            block_pool = engine_of(large).scheduler.kv_cache_manager.block_pool
+            block_pool._free.sort()
+            with load(server):
+                await page.wait_for(f"{label}.startsWith('Block 2048:')")
+                await page.wait_for("document.querySelector('#grid .used')")
             assert page.problems == []
 
     stats = PrometheusStats("tiny")
+    config = tiny_config(num_gpu_blocks_override=2500, max_model_len=512)
     with (
-        AsyncEngine(tiny_config(num_gpu_blocks_override=2500), stats_logger=stats) as large,
+        AsyncEngine(config, stats_logger=stats) as large,
         serving((large, stats), enable_admin_routes=True) as server,
     ):
-        run(scenario(server.url))
+        run(scenario(server, large))

@@ -5,7 +5,7 @@ import { stripes } from "./owners.js";
 
 const ENGINE_ID = /^(\d+):(?:chatcmpl|cmpl)-(.+)-[0-9a-f]{12}-(\d+)$/;
 const MOST_NAMES = 4; // of a block's owners
-const MOST_LETTERS = 18; // of a name
+const MOST_LETTERS = 13; // of a name
 
 /** One object for each block of the map: {id, owners, refs, tokens, cached}; owners are indices. */
 export function unfold(map) {
@@ -65,5 +65,5 @@ export function shortName(id) {
 
 /** A long name without its middle. */
 function shorten(name) {
-  return name.length > MOST_LETTERS ? `${name.slice(0, 7)}…${name.slice(-7)}` : name;
+  return name.length > MOST_LETTERS ? `${name.slice(0, 6)}…${name.slice(-5)}` : name;
 }

@@ -4,9 +4,10 @@ import { byId, setText } from "./elements.js";
 import { History } from "./history.js";
 import { isRestart, readSample, showServer, showSlots, showStrip, showTotals } from "./numbers.js";
 import { HttpStatus, Poll, get } from "./poll.js";
-import { Pool, WINDOW } from "./pool.js";
+import { Pool } from "./pool.js";
 import { parse } from "./prometheus.js";
 import { Tiles } from "./tiles.js";
+import { WINDOW } from "./window.js";
 
 const KEY = "rawpaged-api-key"; // in this tab's session storage
 const MESSAGE_TIME = 30_000; // milliseconds that good news stay
@@ -51,10 +52,10 @@ async function readServer() {
 }
 
 async function readMap() {
-  const query = `first_block=${pool.firstBlock}&num_blocks=${WINDOW}`;
+  const query = `first_block=${pool.window.firstBlock}&num_blocks=${WINDOW}`;
   const map = await (await get(`kv?${query}`, sessionStorage.getItem(KEY))).json();
   // The answer to an earlier question may come after the window was moved.
-  if (map.first_block === pool.firstBlock) pool.update(map);
+  if (map.first_block === pool.window.firstBlock) pool.update(map);
 }
 
 function onMapFailure(error) {
@@ -64,7 +65,7 @@ function onMapFailure(error) {
     isKeyWrong = true;
     showMapPart();
   } else if (error.status === 400) {
-    pool.firstBlock = 0; // the pool of a restarted server may be smaller
+    pool.window.firstBlock = 0; // the pool of a restarted server may be smaller
   }
 }
 

@@ -1,18 +1,17 @@
 // Everything that is drawn from a map: grid, window on a large pool, one block, requests.
 
 import { dress, facts, shortName } from "./blocks.js";
-import { draw, regionPaths } from "./charts.js";
 import { byId, count, element, setText } from "./elements.js";
 import { Grid } from "./grid.js";
 import { Colours } from "./owners.js";
+import { PoolWindow } from "./window.js";
 
-export const WINDOW = 2048; // blocks shown at once
 const MOST_REQUESTS = 40;
 
 export class Pool {
   /** `onMove` is called when another part of the pool is to be shown. */
   constructor(onMove) {
-    this.firstBlock = 0;
+    this.window = new PoolWindow(onMove);
     this.colours = new Colours();
     this.pickedIds = null; // ids of requests to be seen before the others
     this.inspectedId = null; // number of the block told of
@@ -21,16 +20,12 @@ export class Pool {
       onFocus: (id) => this.#inspect(id),
       onPick: (block) => this.#pickOwners(block),
     });
-    byId("first").addEventListener("input", (event) => {
-      this.firstBlock = Number(event.target.value) * WINDOW;
-      this.#showRange();
-      onMove();
-    });
   }
 
   update(map) {
     this.map = map;
     this.#draw();
+    this.window.update(map);
   }
 
   #draw() {
@@ -41,27 +36,8 @@ export class Pool {
     const picked =
       this.pickedIds && new Set(ids.flatMap((id, i) => (this.pickedIds.has(id) ? [i] : [])));
     this.grid.update(map, this.requestColours, picked);
-    this.#showWindow();
     this.#showInspected();
     this.#showRequests();
-  }
-
-  #showWindow() {
-    const { map } = this;
-    const slider = byId("first");
-    byId("window").hidden = map.num_blocks <= WINDOW;
-    slider.max = Math.ceil(map.num_blocks / WINDOW) - 1;
-    draw(byId("regions"), regionPaths(map.regions, map.num_blocks, 20));
-    this.#showRange();
-  }
-
-  #showRange() {
-    if (this.map === null) return;
-    const total = this.map.num_blocks;
-    const end = Math.min(this.firstBlock + WINDOW, total);
-    const text = `blocks ${count(this.firstBlock)} to ${count(end - 1)} of ${count(total)}`;
-    setText(byId("range"), text);
-    byId("first").setAttribute("aria-valuetext", text);
   }
 
   #inspect(id) {
