@@ -29,7 +29,6 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
     # Kept, but asked for again each time: another version must not be mixed with this one.
     "Cache-Control": "no-cache",
 }

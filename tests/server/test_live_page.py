@@ -6,6 +6,9 @@ Skipped where there is no Chromium (Debian: apt-get install chromium).
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import random
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from rawpaged import AsyncEngine
-from rawpaged.server.metrics import PrometheusStats
+from rawpaged.server.metrics import SECONDS, PrometheusStats
 from tests.server.chromium import Page, browser, find_chromium, tab
 from tests.server.client import complete, send
 from tests.server.conftest import Server, serve
@@ -169,6 +172,17 @@ def test_the_grid_shows_the_pool(port: int, engine: tuple[AsyncEngine, Prometheu
         assert "NaN" not in text
         assert "undefined" not in text
 
+    def hit_share() -> float:
+        hits, queries = (
+            engine[1].registry.get_sample_value(
+                f"rawpaged:prefix_cache_{name}_total", {"model_name": "tiny"}
+            )
+            for name in ("hits", "queries")
+        )
+        assert hits
+        assert queries
+        return hits / queries
+
     async def idle(url: str) -> None:
         """What is left is what the pool says, and numbers that have settled are right."""
         async with tab(port, url) as page:
@@ -181,6 +195,8 @@ def test_the_grid_shows_the_pool(port: int, engine: tuple[AsyncEngine, Prometheu
                 {"model_name": "tiny", "finished_reason": "length"},
             )
             assert f"{ended:.0f} length" in totals
+            tiles = await page.evaluate("document.getElementById('tiles').innerText")
+            assert f"{100 * hit_share():.0f} % since the start" in tiles
             assert page.problems == []
 
     with serving(engine, enable_admin_routes=True) as server:
@@ -346,6 +362,53 @@ def test_a_restarted_server(port: int) -> None:
         await page_tab.__aexit__(None, None, None)
 
     run(scenario())
+
+
+def prometheus_quantile(bounds: list[float], counts: list[int], share: float) -> float | None:
+    """histogram_quantile of PromQL, over cumulative counts."""
+    if counts[-1] == 0:
+        return None
+    rank = share * counts[-1]
+    index = next(i for i, count in enumerate(counts) if count >= rank)
+    if math.isinf(bounds[index]):
+        return bounds[index - 1]
+    low, below = (bounds[index - 1], counts[index - 1]) if index else (0.0, 0)
+    if counts[index] == below:
+        return bounds[index]
+    return low + (bounds[index] - low) * (rank - below) / (counts[index] - below)
+
+
+def test_quantiles_are_those_of_prometheus(port: int) -> None:
+    """Of scraped text, and of the difference of two scrapes."""
+    rng = random.Random(2)
+    stats, later = PrometheusStats("m"), []
+    for _ in range(40):
+        stats.record_first_token(rng.expovariate(3.0))
+    before = stats.render().decode()
+    for _ in range(60):
+        later.append(rng.expovariate(0.5))
+        stats.record_first_token(later[-1])
+    after = stats.render().decode()
+    bounds = [*SECONDS, math.inf]
+    counts = [sum(seconds <= bound for seconds in later) for bound in bounds]
+
+    async def scenario(url: str) -> None:
+        async with tab(port, url) as page:
+            for share in (0.5, 0.95, 1.0):
+                got = await page.evaluate(f"""(async () => {{
+                    const p = await import("/page/prometheus.js");
+                    const read = (text) =>
+                        p.bucketsOf(p.parse(text), "time_to_first_token_seconds");
+                    const [before, after] = {json.dumps([before, after])}.map(read);
+                    return p.quantile(p.bucketsBetween(before, after), {share});
+                }})()""")
+                expected = prometheus_quantile(bounds, counts, share)
+                assert got == pytest.approx(expected, rel=1e-12)
+            nothing = "import('/page/prometheus.js').then((p) => p.quantile([], 0.5))"
+            assert await page.evaluate(nothing) is None
+
+    with serve() as server:
+        run(scenario(server.url))
 
 
 TEXTS = (
