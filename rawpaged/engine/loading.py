@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rawpaged.backend import Backend
 from rawpaged.config import EngineConfig
 from rawpaged.devices import open_backend
 from rawpaged.engine.admission import Admission
+from rawpaged.engine.dry_run import run_largest_steps
 from rawpaged.engine.engine import Engine
 from rawpaged.engine.engine_thread import EngineThread
 from rawpaged.engine.memory_plan import (
+    Measured,
     MemoryPlan,
     check_memory,
+    is_measured,
     make_plan,
     resolve_dtype,
     scheduler_config,
@@ -25,7 +29,7 @@ from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.output_processor import OutputProcessor
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.warm_up import warm_up
-from rawpaged.errors import CheckpointError, ConfigError
+from rawpaged.errors import BackendError, CheckpointError, ConfigError, RawpagedError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.weights import LlamaWeights
 from rawpaged.tokenization.gguf_tokenizer import load_tokenizer_from_gguf
@@ -62,37 +66,91 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
         config.device, dtype=resolve_dtype(config, model), num_threads=config.num_threads
     )
     try:
-        plan = make_plan(config, model, backend)
-        check_memory(plan, backend)
-        logger.info("%s: %s\n%s", config.model, model.architecture, plan.describe())
-        started = time.monotonic()
-        weights = _load_weights(config, checkpoint, backend)
-        seconds, size = time.monotonic() - started, weights.nbytes / 1e9
-        logger.info("%.2f GB of weights in %.1f s, %.2f GB/s", size, seconds, size / seconds)
-        logger.info("preparing kernels; an installation's first start compiles them, once")
-        runner = ModelRunner(
-            model,
-            weights,
-            backend,
-            num_blocks=plan.num_blocks,
-            block_size=plan.block_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=plan.max_model_len,
-            enforce_eager=config.enforce_eager,
-            progress=True,
-            reload_weights=_reloader(config, checkpoint, backend),
-        )
-        started = time.monotonic()
-        warm_up(runner)
-        logger.info("kernels ready in %.1f s", time.monotonic() - started)
+        plan, runner = _make_runner(config, checkpoint, backend)
+    except MemoryError as error:
+        failure: RawpagedError = BackendError(f"out of memory while starting: {error}")
+    except RawpagedError as error:
+        failure = error.with_traceback(None)
     except BaseException:
         backend.close()
         raise
-    engine = Engine(scheduler_config(config, plan), runner, stats_logger)
-    admission = Admission(model, tokenizer, plan.max_model_len, config.max_logprobs)
-    thread = EngineThread(engine, OutputProcessor(tokenizer), admission)
-    return LoadedEngine(thread, admission, plan, model, tokenizer)
+    else:
+        engine = Engine(scheduler_config(config, plan), runner, stats_logger)
+        admission = Admission(model, tokenizer, plan.max_model_len, config.max_logprobs)
+        thread = EngineThread(engine, OutputProcessor(tokenizer), admission)
+        return LoadedEngine(thread, admission, plan, model, tokenizer)
+    # Out of the handler, and without the traceback, which would hold what has been allocated.
+    backend.close()
+    raise failure
+
+
+def _make_runner(
+    config: EngineConfig, checkpoint: Checkpoint, backend: Backend
+) -> tuple[MemoryPlan, ModelRunner]:
+    """The memory plan, and a runner that is ready. Raises MemoryError too."""
+    model = checkpoint.model_config
+    plan = make_plan(config, model, backend)
+    check_memory(plan, backend)
+    logger.info("%s: %s\n%s", config.model, model.architecture, plan.describe())
+    others_bytes = _used_bytes(backend)
+    started = time.monotonic()
+    weights = _load_weights(config, checkpoint, backend)
+    seconds, size = time.monotonic() - started, weights.nbytes / 1e9
+    logger.info("%.2f GB of weights in %.1f s, %.2f GB/s", size, seconds, size / seconds)
+    new_runner = partial(
+        ModelRunner,
+        model,
+        weights,
+        backend,
+        block_size=plan.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        progress=True,
+        reload_weights=_reloader(config, checkpoint, backend),
+    )
+    logger.info("preparing kernels; an installation's first start compiles them, once")
+    started = time.monotonic()
+    if is_measured(config):
+        small = replace(plan, num_blocks=1)
+        runner = new_runner(num_blocks=1, max_model_len=plan.max_model_len, enforce_eager=True)
+        used_bytes = _used_by_largest_steps(config, small, runner)
+        measured = Measured(
+            others_bytes=others_bytes,
+            weights_bytes=weights.nbytes,
+            workspace_bytes=used_bytes - others_bytes - weights.nbytes - small.kv_bytes,
+        )
+        plan = make_plan(config, model, backend, measured)
+        logger.info("after a dry run of the largest steps\n%s", plan.describe())
+    runner = new_runner(
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        enforce_eager=config.enforce_eager,
+    )
+    warm_up(runner)
+    logger.info("kernels ready in %.1f s", time.monotonic() - started)
+    return plan, runner
+
+
+def _used_by_largest_steps(config: EngineConfig, plan: MemoryPlan, runner: ModelRunner) -> int:
+    """Bytes of the device that are in use at most, weights and others' included; ends the runner.
+
+    The device's pool holds on to whatever a step has needed at any time, so they show at the end.
+    """
+    run_largest_steps(
+        runner,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        max_logprobs=config.max_logprobs,
+    )
+    used_bytes = _used_bytes(runner.backend)
+    runner.free()
+    return used_bytes
+
+
+def _used_bytes(backend: Backend) -> int:
+    available, total = backend.memory_info()
+    return total - available
 
 
 def plan_only(config: EngineConfig) -> tuple[ModelConfig, MemoryPlan]:

@@ -66,6 +66,23 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a dry run of the largest steps has shown, in bytes."""
+
+    others_bytes: int
+    """In use before the weights were loaded: other processes', and the driver's own."""
+    weights_bytes: int
+    workspace_bytes: int
+    """Beside weights and KV: activations, arrays of a step, code."""
+
+
+def is_measured(config: EngineConfig) -> bool:
+    """Whether the pool gets what a dry run leaves, rather than what was asked for or estimated."""
+    given = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
+    return config.device != "cpu" and given == (None, None)
+
+
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
     """"auto": the checkpoint's own type where the device computes with it, else bfloat16."""
     if config.dtype != "auto":
@@ -73,8 +90,10 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
     return model.dtype if model.dtype in DEVICE_DTYPES[config.device] else "bfloat16"
 
 
-def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> MemoryPlan:
-    """Decide the number of blocks and the longest request.
+def make_plan(
+    config: EngineConfig, model: ModelConfig, backend: Backend, measured: Measured | None = None
+) -> MemoryPlan:
+    """Decide the number of blocks and the longest request, from estimates or from measurements.
 
     Raises ConfigError when a flag asks for more than the model or the memory allows, BackendError
     when the device cannot do it. The memory need not be there if the size of the pool is given.
@@ -92,8 +111,12 @@ def make_plan(config: EngineConfig, model: ModelConfig, backend: Backend) -> Mem
         )
     weights = model.num_parameters * (4 if backend.dtype == "float32" else 2)
     workspace = workspace_bytes(model, backend, config.max_num_batched_tokens, config.max_num_seqs)
+    available, total = backend.memory_info()
+    if measured is not None:
+        available = total - measured.others_bytes
+        weights, workspace = measured.weights_bytes, measured.workspace_bytes
     num_blocks = _num_blocks(
-        config, backend, bytes_per_block, wanted_len, taken=weights + workspace
+        config, (available, total), bytes_per_block, wanted_len, taken=weights + workspace
     )
     pool_len = num_blocks * config.block_size
     if config.max_model_len is not None and wanted_len > pool_len:
@@ -139,7 +162,11 @@ def scheduler_config(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
 
 
 def _num_blocks(
-    config: EngineConfig, backend: Backend, bytes_per_block: int, wanted_len: int, taken: int
+    config: EngineConfig,
+    memory_info: tuple[int, int],
+    bytes_per_block: int,
+    wanted_len: int,
+    taken: int,
 ) -> int:
     if config.num_gpu_blocks_override is not None:
         if config.kv_cache_memory_bytes is not None:
@@ -156,7 +183,7 @@ def _num_blocks(
                 f"one takes {bytes_per_block} bytes"
             )
         return num_blocks
-    available, total = backend.memory_info()
+    available, total = memory_info
     if config.device == "cpu":
         share = int(KV_SHARE * (available - taken))
     else:
@@ -164,9 +191,13 @@ def _num_blocks(
     useful = config.max_num_seqs * -(-wanted_len // config.block_size)
     num_blocks = min(share // bytes_per_block, useful)
     if num_blocks < 1:
+        remedy = "" if config.device == "cpu" else (
+            f" within gpu_memory_utilization={config.gpu_memory_utilization} of {_size(total)}; "
+            "raise that, or lower max_num_batched_tokens or max_num_seqs"
+        )
         raise BackendError(
             f"{_size(available)} of memory is available; weights and workspace take "
-            f"{_size(taken)} and no KV block fits beside them"
+            f"{_size(taken)} and no KV block fits beside them{remedy}"
         )
     return num_blocks
 

@@ -117,8 +117,8 @@ class ModelRunner:
                 progress=self._progress,
             )
 
-    def _free(self) -> None:
-        """Drop what `_allocate` made; the weights are whose who holds them besides."""
+    def free(self) -> None:
+        """Drop everything but the weights' owner's; the runner can only be closed afterwards."""
         self._graphs = None
         self._logits_copy = LogitsCopy(self._max_num_seqs)
         self.kv_caches = []
@@ -143,7 +143,7 @@ class ModelRunner:
             )
         else:
             self._resting = None
-        self._free()
+        self.free()
         self.sleep_level = level
         self.backend.release_unused()
 
@@ -157,7 +157,7 @@ class ModelRunner:
         try:
             self._allocate(self._weights_again())
         except BaseException:
-            self._free()
+            self.free()
             raise
         self.sleep_level = 0
         self._resting = None
@@ -212,7 +212,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the KV pool and the model, and close the backend."""
-        self._free()
+        self.free()
         self._resting = None
         self._reload_weights = None
         self.backend.close()
