@@ -152,6 +152,9 @@ class CudaBackend:
         del self._sampling_inputs, self._sampling_outputs, self._copied_pairs
         self.device.close()
 
+    def bind_thread(self) -> None:
+        self.device.use()
+
     # Profiling
 
     def start_profiler(self) -> RangeSink | None:

@@ -48,6 +48,10 @@ class Device(Protocol):
         """The stream's address for launches that take one; 0 on the host."""
         ...
 
+    def use(self) -> None:
+        """Make it the calling thread's device: launches need that, allocations and copies not."""
+        ...
+
     def jit(self, kernel: Callable[..., None]) -> Function:
         """A kernel of gpu/numba_kernels.py, in order with the loader's."""
         ...
@@ -104,6 +108,9 @@ class Device(Protocol):
 class CudaDevice:
     """CuPy's current device with a stream of its own. Raises BackendError if there is none.
 
+    Every thread has a current device of its own, which is device 0 at first: other threads than the
+    one that made this call `use` before they launch.
+
     `cupy` may be something that does as CuPy does; None is CuPy itself.
     """
 
@@ -128,6 +135,9 @@ class CudaDevice:
     @property
     def stream(self) -> Any:
         return self._stream.ptr
+
+    def use(self) -> None:
+        self._device.use()
 
     def jit(self, kernel: Callable[..., None]) -> Function:
         from rawpaged.gpu.numba_launch import NumbaFunction

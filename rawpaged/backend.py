@@ -216,6 +216,10 @@ class Backend(Protocol):
         """Stop the backend's threads and give back what it holds."""
         ...
 
+    def bind_thread(self) -> None:
+        """To be called once by a thread that did not open the backend and will call its ops."""
+        ...
+
     # Profiling
     def start_profiler(self) -> RangeSink | None:
         """Turn the device's own profiler on; takes ranges for it, None if there is none."""

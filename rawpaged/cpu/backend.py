@@ -111,6 +111,9 @@ class CpuBackend:
     def close(self) -> None:
         self._team.close()
 
+    def bind_thread(self) -> None:
+        pass
+
     # Profiling
 
     def start_profiler(self) -> RangeSink | None:

@@ -80,6 +80,10 @@ class Engine:
         self.tracer = tracer
         self.runner.set_tracer(tracer, recorder)
 
+    def bind_thread(self) -> None:
+        """To be called once by the thread that will run steps, if it is not the one that loaded."""
+        self.runner.backend.bind_thread()
+
     def add_request(self, request: Request) -> None:
         """Queue a request; raises InvalidRequestError if it could never run to its end."""
         self.scheduler.add(request)

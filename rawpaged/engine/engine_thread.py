@@ -153,6 +153,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self._engine.bind_thread()
             while self._take_commands():
                 with self._profiler.step():
                     self._deliver(self._engine.step())

@@ -94,6 +94,9 @@ class TracedBackend:
     def close(self) -> None:
         self._inner.close()
 
+    def bind_thread(self) -> None:
+        self._inner.bind_thread()
+
     # Profiling
 
     def start_profiler(self) -> RangeSink | None:

@@ -86,7 +86,9 @@ class Array(np.ndarray[Any, Any]):
         assert source.flags.c_contiguous
         assert self.flags.c_contiguous
         if self.stand_in.is_pinned(source):
-            stream.submit(lambda: np.copyto(self, source))
+            # CuPy makes the array's device current meanwhile.
+            with stream.device:
+                stream.submit(lambda: np.copyto(self, source))
         else:
             stream.synchronize()
             np.copyto(self, source)
@@ -117,14 +119,14 @@ class Stream:
 
     def __init__(self, stand_in: CupyStandIn) -> None:
         self._stand_in = stand_in
-        self._device_id = stand_in.device_id
+        self.device = Device(stand_in, None)
         self._queue: list[Work] = []
         self._captured: list[Work] | None = None
         self.num_submitted = 0
         self._num_run = 0
 
     def submit(self, work: Work) -> None:
-        if self._stand_in.device_id != self._device_id:
+        if self._stand_in.device_id != self.device.id:
             raise CUDARuntimeError(_INVALID_HANDLE)
         if self._captured is not None:
             self._captured.append(work)
@@ -143,7 +145,7 @@ class Stream:
         self.run_until(self.num_submitted)
 
     def record(self) -> Event:
-        if self._stand_in.device_id != self._device_id:
+        if self._stand_in.device_id != self.device.id:
             raise CUDARuntimeError(_INVALID_HANDLE)
         return Event(self)
 
@@ -158,7 +160,7 @@ class Stream:
         return graph
 
     def __enter__(self) -> None:
-        if self._stand_in.device_id != self._device_id:
+        if self._stand_in.device_id != self.device.id:
             raise CUDARuntimeError(_INVALID_HANDLE)
 
     def __exit__(self, *_: object) -> None:

@@ -29,6 +29,9 @@ class HostDevice:
     def loader(self) -> Loader:
         return self._recorder
 
+    def use(self) -> None:
+        """There is only one."""
+
     def jit(self, kernel: Callable[..., None]) -> Function:
         """Numba's simulator takes an OS thread for each of CUDA's, so there is only one."""
         from rawpaged.gpu.numba_launch import NumbaFunction
