@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,19 +56,18 @@ class Layout:
     """Places of named arrays in one buffer of bytes."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[slice, np.dtype[Any], tuple[int, ...]]] = {}
         self.nbytes = 0
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         element = np.dtype(dtype)
-        self._places[name] = (self.nbytes, element, shape)
-        size = int(np.prod(shape)) * element.itemsize
+        size = math.prod(shape) * element.itemsize
+        self._places[name] = (slice(self.nbytes, self.nbytes + size), element, shape)
         self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Any) -> dict[str, npt.NDArray[Any]]:
         """The arrays over a buffer of NumPy or CuPy."""
-        views = {}
-        for name, (start, dtype, shape) in self._places.items():
-            size = int(np.prod(shape)) * dtype.itemsize
-            views[name] = buffer[start : start + size].view(dtype).reshape(shape)
-        return views
+        return {
+            name: buffer[place].view(dtype).reshape(shape)
+            for name, (place, dtype, shape) in self._places.items()
+        }
