@@ -154,7 +154,9 @@ class PagedBlocks:
         if num_blocks + self.kept_free > self.manager.block_pool.num_takeable_blocks:
             return None
         # What its tokens are makes no difference where nothing is shared.
-        self._requests[key] = Request(str(key), (), self._params, max_tokens=size.output_len)
+        request = Request(str(key), (), self._params, max_tokens=size.output_len)
+        self.manager.start(request, ())
+        self._requests[key] = request
         return self.grow(key, num_tokens)
 
     def grow(self, key: int, num_tokens: int) -> Grant | None:

@@ -56,7 +56,7 @@ class BatchMeta:
 
     token_ids: npt.NDArray[np.int32]  # i32[num_tokens]
     positions: npt.NDArray[np.int32]  # i32[num_tokens]
-    slot_mapping: npt.NDArray[np.int64]  # i64[num_tokens], block_id * block_size + offset
+    slot_mapping: npt.NDArray[np.int64]  # i64[num_tokens], block_id * block_size + offset, or -1
     query_start_loc: npt.NDArray[np.int32]  # i32[num_reqs + 1]
     seq_lens: npt.NDArray[np.int32]  # i32[num_reqs], tokens of KV after the step
     block_tables: npt.NDArray[np.int32]  # i32[num_reqs, max_blocks]

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens and the counters that scheduling works with."""
+"""Requests inside the engine: their tokens, what scheduling counts, and which belong together."""
 
 from __future__ import annotations
 
@@ -27,6 +27,33 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
+class RequestGroup:
+    """Requests over one prompt that are queued as one: its samples, or the beams of a search.
+
+    Only the first is prefilled; the others take over its blocks. They stand in the queues at one
+    place, given by `priority`, lower values first, and then by arrival.
+    """
+
+    __slots__ = ("lockstep", "number", "priority", "requests")
+
+    def __init__(
+        self, requests: Sequence[Request], *, priority: int = 0, lockstep: bool = False
+    ) -> None:
+        self.requests = list(requests)
+        """Those that have not ended, by sample index."""
+        self.priority = priority
+        self.lockstep = lockstep
+        """Whether all sample in the same step or none does, as beams must."""
+        self.number = 0
+        """Place among the arrivals; the scheduler counts them."""
+        for request in requests:
+            request.group = self
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.priority, self.number
+
+
 class Request:
     """Tokens and progress of one sequence.
 
@@ -41,6 +68,7 @@ class Request:
         "cache_keys",
         "eos_token_ids",
         "finish_reason",
+        "group",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -90,6 +118,7 @@ class Request:
         """Chained digest of each full block of `token_ids`, extended as blocks fill."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.group = RequestGroup((self,))
 
     @property
     def num_tokens(self) -> int:
@@ -108,9 +137,28 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_missing_tokens(self) -> int:
+        """Tokens to compute before it samples: at least its last one, for the logits."""
+        return max(1, len(self.token_ids) - self.num_computed_tokens)
+
+    @property
+    def waits_for_siblings(self) -> bool:
+        """Whether its last token has to be computed together with those of its group."""
+        return self.group.lockstep and self.num_output_tokens > 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """One sample is enough to bring them, and its first output token comes with them."""
+        return (
+            self.sampling_params.prompt_logprobs is not None
+            and self.sample_index == 0
+            and self.num_output_tokens == 0
+        )
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Prompt logprobs need the logits of every prompt position, so nothing may be skipped."""
-        return self.sampling_params.prompt_logprobs is None
+        return not self.wants_prompt_logprobs
 
     @property
     def is_finished(self) -> bool:

@@ -17,7 +17,7 @@ from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
 from rawpaged.engine.stats import EngineLimits, RequestStats, StatsLogger, StepStats
 from rawpaged.engine.step_label import step_args, step_label
 from rawpaged.errors import BackendError, CheckpointError, InvalidRequestError, SleepError
-from rawpaged.request import FinishReason, Request
+from rawpaged.request import FinishReason, Request, RequestGroup
 from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.scheduler.scheduler import Scheduler
 from rawpaged.tracing import Tracer
@@ -85,10 +85,15 @@ class Engine:
         self.runner.backend.bind_thread()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; raises InvalidRequestError if it could never run to its end."""
-        self.scheduler.add(request)
-        self._requests[request.request_id] = request
-        self._progress[request.request_id] = _Progress()
+        """Queue a request that has no siblings, as `add_group` does."""
+        self.add_group(request.group)
+
+    def add_group(self, group: RequestGroup) -> None:
+        """Queue requests; raises InvalidRequestError if one could never run to its end."""
+        self.scheduler.add(group)
+        for request in group.requests:
+            self._requests[request.request_id] = request
+            self._progress[request.request_id] = _Progress()
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -254,7 +259,8 @@ class Engine:
         error: str | None = None,
     ) -> EngineOutput:
         prompt_logprobs: list[PositionLogprobs | None] | None = None
-        if request.sampling_params.prompt_logprobs is not None and request.num_output_tokens == 1:
+        wanted = request.sampling_params.prompt_logprobs is not None and request.sample_index == 0
+        if wanted and request.num_output_tokens == 1:
             kept = self._progress[request.request_id].prompt_logprobs
             prompt_logprobs = [kept.get(position) for position in range(request.num_prompt_tokens)]
         return EngineOutput(

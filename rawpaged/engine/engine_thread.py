@@ -21,7 +21,7 @@ from rawpaged.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
-from rawpaged.request import FinishReason, Request
+from rawpaged.request import FinishReason, Request, RequestGroup
 from rawpaged.scheduler.kv_stats import KVStats
 from rawpaged.scheduler.pool_snapshot import PoolSnapshot
 
@@ -210,21 +210,21 @@ class EngineThread:
         params = submission.params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._processor.add(submission)
-        for index in range(params.n):
-            self._engine.add_request(
-                Request(
-                    sample_id(submission.request_id, index),
-                    submission.prompt_token_ids,
-                    params,
-                    max_tokens=self._admission.max_tokens(
-                        len(submission.prompt_token_ids), params
-                    ),
-                    eos_token_ids=self._admission.model_config.eos_token_ids,
-                    seed=seed,
-                    sample_index=index,
-                    arrival_time=submission.arrival_time,
-                )
+        max_tokens = self._admission.max_tokens(len(submission.prompt_token_ids), params)
+        samples = [
+            Request(
+                sample_id(submission.request_id, index),
+                submission.prompt_token_ids,
+                params,
+                max_tokens=max_tokens,
+                eos_token_ids=self._admission.model_config.eos_token_ids,
+                seed=seed,
+                sample_index=index,
+                arrival_time=submission.arrival_time,
             )
+            for index in range(params.n)
+        ]
+        self._engine.add_group(RequestGroup(samples))
 
     def _abort(self, request_id: str) -> None:
         outputs = [

@@ -7,6 +7,8 @@ import numpy as np
 from rawpaged.backend import BatchMeta
 from rawpaged.scheduler.output import SchedulerOutput
 
+_NO_SLOT = -1
+
 
 def make_batch(output: SchedulerOutput, block_size: int) -> BatchMeta:
     """Concatenate the scheduled requests in order; rows of those that sample want logits."""
@@ -30,12 +32,17 @@ def make_batch(output: SchedulerOutput, block_size: int) -> BatchMeta:
         - query_start_loc[request_of_token]
         + starts[request_of_token]
     )
+    first_stored = np.array([request.first_stored for request in output.scheduled], np.int32)
     blocks = block_tables[request_of_token, positions // block_size].astype(np.int64)
     last_rows = query_start_loc[1:] - 1
     return BatchMeta(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
+        slot_mapping=np.where(
+            positions < first_stored[request_of_token],
+            _NO_SLOT,
+            blocks * block_size + positions % block_size,
+        ),
         query_start_loc=query_start_loc,
         seq_lens=starts + np.array(lengths, np.int32),
         block_tables=block_tables,

@@ -183,6 +183,7 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
         """Compute KV of all scheduled tokens and a token for each request that samples."""
+        self._copy_blocks(output)
         meta = make_batch(output, self.block_size)
         sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
         if self._uses_graphs and is_decode(meta):
@@ -217,6 +218,12 @@ class ModelRunner:
         self._reload_weights = None
         self.backend.close()
 
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        if output.block_copies:
+            with self._tracer.phase("copy blocks"):
+                pairs = np.array(output.block_copies, np.int64)
+                self._ops.copy_blocks(self.kv_caches, self.kv_caches, pairs)
+
     def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
         """A token a request from its row of logits."""
         with self._tracer.phase("sample"):
@@ -230,7 +237,7 @@ class ModelRunner:
         for row, item in enumerate(output.scheduled):
             request = requests[item.request_id]
             k = request.sampling_params.prompt_logprobs
-            if k is not None:
+            if k is not None and request.wants_prompt_logprobs:
                 first_row = int(meta.query_start_loc[row])
                 with self._tracer.phase("prompt logprobs"):
                     result[item.request_id] = self._chunk_logprobs(item, request, first_row, k)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from rawpaged.request import Request
 from rawpaged.scheduler.block_hash import extend_block_hashes
@@ -16,75 +17,152 @@ class _Allocation:
 
     block_table: list[int]
     num_published: int
-    """Blocks [0, num_published) came from the prefix cache or have been offered to it."""
+    """Blocks [0, num_published) came from others or have been offered to the prefix cache."""
+    num_tokens: int
+    """Tokens that the blocks hold, counting those that the step on its way writes."""
     publishes: bool = True
     """False once the prefix cache was reset under it."""
 
 
 class KVCacheManager:
-    """Gives requests blocks, finds prefixes that are computed already, publishes new ones.
+    """Gives requests blocks, lets them share what is computed already, publishes new blocks.
 
-    Block tables are append-only: a block that a request holds stays where it is until all of the
-    request's blocks are freed together.
+    A block table grows at its end, and its blocks are freed together. Only one entry is ever
+    replaced: a block that others hold too, by a copy, before the request writes to it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
         self.block_size = block_size
         self.block_pool = BlockPool(num_blocks, enable_caching)
         self._allocations: dict[str, _Allocation] = {}
+        self._copies: list[tuple[int, int]] = []
+        # Totals since construction.
+        self.num_block_copies = 0
+        self.num_forks = 0
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
-        """Blocks of the longest cached prefix, and the number of tokens they hold.
+        """Blocks of the longest cached prefix, and the number of tokens they hold: maybe all.
 
-        Takes no reference: the blocks are the request's only after `allocate_slots`. The last
-        token is never part of the prefix, since the step has to compute something to sample from.
+        Takes no reference: the blocks are the request's only after `start`.
         """
         if not (self.block_pool.enable_caching and request.reads_prefix_cache):
             return [], 0
         extend_block_hashes(request, self.block_size)
         block_ids: list[int] = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+        for block_hash in request.block_hashes:
             block_id = self.block_pool.get_cached_block(block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)
         return block_ids, len(block_ids) * self.block_size
 
-    def has_room_for(self, request: Request, computed_blocks: Sequence[int]) -> bool:
-        """Whether all tokens that a waiting request has now would fit beside what runs."""
-        num_new_blocks = self._num_blocks(request.num_tokens) - len(computed_blocks)
-        return self._can_take(num_new_blocks, computed_blocks)
+    def get_shareable_blocks(self, parent: Request, num_tokens: int) -> tuple[list[int], int]:
+        """The parent's blocks for its first `num_tokens` tokens, and how many tokens they hold.
 
-    def allocate_slots(
-        self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = ()
-    ) -> bool:
-        """Makes the block table cover `num_new_tokens` more tokens; all or nothing.
-
-        `computed_blocks` come from `get_computed_blocks`, and only a request without blocks may
-        have any; its num_computed_tokens does not count them yet.
-
-            tokens [0, num_computed) | [num_computed, num_computed + num_new_tokens)
-            first: computed_blocks   | taken now
-            later: block_table, last block maybe not full ... | taken now
+        The last one may hold more of the parent's tokens: whoever shares it does not read that
+        far. Unless it is full, or will be after this step: then it may be published, but its next
+        owner would write to it.
         """
-        allocation = self._allocations.get(request.request_id)
-        if allocation is None:
-            allocation = _Allocation(list(computed_blocks), len(computed_blocks))
-        else:
-            assert not computed_blocks, f"{request.request_id} has blocks already"
-        num_computed = request.num_computed_tokens + len(computed_blocks) * self.block_size
-        num_blocks = self._num_blocks(num_computed + num_new_tokens)
-        num_new_blocks = num_blocks - len(allocation.block_table)
-        if not self._can_take(num_new_blocks, computed_blocks):
-            return False
+        allocation = self._allocations[parent.request_id]
+        num_full, num_in_last = divmod(num_tokens, self.block_size)
+        if num_in_last and allocation.num_tokens < (num_full + 1) * self.block_size:
+            return allocation.block_table[: num_full + 1], num_tokens
+        return allocation.block_table[:num_full], num_full * self.block_size
+
+    def has_room_for(
+        self,
+        request: Request,
+        computed_blocks: Sequence[int],
+        num_tokens: int,
+        num_siblings: int = 0,
+    ) -> bool:
+        """Whether all tokens that a waiting request has now would fit beside what runs.
+
+        `computed_blocks` would hold the first `num_tokens` of them. `num_siblings` more requests of
+        this length would share the full blocks of its prompt.
+        """
+        num_blocks = self._num_blocks(request.num_tokens)
+        num_copies = num_tokens % self.block_size > 0
+        num_own_blocks = num_blocks - request.num_prompt_tokens // self.block_size
+        return self._can_take(
+            num_blocks - len(computed_blocks) + num_copies + num_siblings * num_own_blocks,
+            computed_blocks,
+        )
+
+    def start(self, request: Request, computed_blocks: Sequence[int]) -> None:
+        """Gives a request without blocks these, and new ones for the rest of its tokens.
+
+        That is more than its first step may compute. Taken later they could be missing, and what
+        was computed by then would be thrown away.
+        """
+        assert request.request_id not in self._allocations, f"{request.request_id} has blocks"
+        num_new_blocks = self._num_blocks(request.num_tokens) - len(computed_blocks)
         self.block_pool.touch(computed_blocks)
-        allocation.block_table += self.block_pool.take(num_new_blocks)
-        self._allocations[request.request_id] = allocation
+        self._allocations[request.request_id] = _Allocation(
+            [*computed_blocks, *self.block_pool.take(num_new_blocks)],
+            request.num_computed_tokens // self.block_size,
+            request.num_computed_tokens,
+        )
+
+    def fork(self, parent: Request, child: Request, computed_blocks: Sequence[int]) -> None:
+        """`start` with blocks of the parent's; the child publishes no more than the parent does."""
+        self.start(child, computed_blocks)
+        self._allocations[child.request_id].publishes = self._allocations[
+            parent.request_id
+        ].publishes
+        self.num_forks += 1
+
+    def has_slots_for(self, requests: Iterable[Request]) -> bool:
+        """Whether the next token of every one of these can be written.
+
+        A request at the end of its blocks takes a new one, and one whose last block is shared takes
+        a copy, save the last of those that share it.
+        """
+        owners: dict[int, int] = {}
+        num_needed = 0
+        for request in requests:
+            if request.num_computed_tokens == request.num_tokens:
+                continue  # computed for its logits alone
+            table = self._allocations[request.request_id].block_table
+            index = request.num_computed_tokens // self.block_size
+            if index == len(table):
+                num_needed += 1
+                continue
+            block_id = table[index]
+            num_owners = owners.get(block_id, self.block_pool.ref_count(block_id))
+            num_needed += num_owners > 1
+            owners[block_id] = num_owners - 1
+        return num_needed <= self.block_pool.num_takeable_blocks
+
+    def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
+        """Makes room to write `num_new_tokens` more tokens; all or nothing.
+
+        tokens [0, num_computed) | [num_computed, num_computed + num_new_tokens)
+        blocks full | last one, maybe shared: copied first | as many as are missing, taken now
+        """
+        allocation = self._allocations[request.request_id]
+        table, num_tokens = allocation.block_table, request.num_computed_tokens + num_new_tokens
+        num_new_blocks = self._num_blocks(num_tokens) - len(table)
+        index = request.num_computed_tokens // self.block_size
+        is_shared = index < len(table) and self.block_pool.ref_count(table[index]) > 1
+        if max(0, num_new_blocks) + is_shared > self.block_pool.num_takeable_blocks:
+            return False
+        if is_shared:
+            self._copy_on_write(table, index)
+        table += self.block_pool.take(max(0, num_new_blocks))
+        allocation.num_tokens = num_tokens
         return True
 
-    def block_table(self, request_id: str) -> tuple[int, ...]:
-        """The request's blocks, in token order."""
-        return tuple(self._allocations[request_id].block_table)
+    def take_block_copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) of the copies that were put off since the last call, in their order."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
+
+    def block_table(self, request_id: str, num_tokens: int | None = None) -> tuple[int, ...]:
+        """The request's blocks, in token order: all, or those for its first `num_tokens`."""
+        table = self._allocations[request_id].block_table
+        return tuple(table if num_tokens is None else table[: self._num_blocks(num_tokens)])
 
     def unfilled_blocks(self, request: Request) -> list[int]:
         """The end of the request's block table that its computed tokens do not fill."""
@@ -109,6 +187,20 @@ class KVCacheManager:
                 )
         allocation.num_published = num_full_blocks
 
+    def reorder(self, requests: Sequence[Request], parents: Sequence[int]) -> None:
+        """Each request's blocks become what those of `requests[parent]` were before the call."""
+        before = [self._allocations[request.request_id] for request in requests]
+        after = [replace(before[i], block_table=list(before[i].block_table)) for i in parents]
+        changes = [
+            (old, new)
+            for own, other in zip(before, after, strict=True)
+            for old, new in _differences(own.block_table, other.block_table)
+        ]
+        self.block_pool.touch(new for _, new in changes if new is not None)
+        self.block_pool.free(old for old, _ in reversed(changes) if old is not None)
+        for request, allocation in zip(requests, after, strict=True):
+            self._allocations[request.request_id] = allocation
+
     def free(self, request: Request) -> None:
         """Gives up the request's blocks, its tail first; a request without any is fine."""
         allocation = self._allocations.pop(request.request_id, None)
@@ -125,11 +217,30 @@ class KVCacheManager:
         for allocation in self._allocations.values():
             allocation.publishes = False
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless pool and block tables agree; linear in the pool's size."""
+    def check_integrity(self, running: Iterable[Request] = ()) -> None:
+        """Raises AssertionError unless pool and block tables agree; linear in the pool's size.
+
+        What `running` requests will write next has to be theirs alone, or to be copied first.
+        """
         self.block_pool.check_integrity(
             [allocation.block_table for allocation in self._allocations.values()]
         )
+        for request in running:
+            table = self._allocations[request.request_id].block_table
+            num_full, num_in_last = divmod(request.num_computed_tokens, self.block_size)
+            assert self._num_blocks(request.num_computed_tokens) <= len(table), f"{request=}"
+            for block_id in table[num_full:]:
+                assert self.block_pool.block_hash(block_id) is None, f"{block_id=} is published"
+            for block_id in table[num_full + (num_in_last > 0) :]:
+                assert self.block_pool.ref_count(block_id) == 1, f"{block_id=} is shared"
+
+    def _copy_on_write(self, table: list[int], index: int) -> None:
+        """Puts a block in the place of one that others hold too, to be filled by a copy."""
+        (target,) = self.block_pool.take(1)
+        self._copies.append((table[index], target))
+        self.block_pool.free([table[index]])
+        table[index] = target
+        self.num_block_copies += 1
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -139,3 +250,8 @@ class KVCacheManager:
         ref_count = self.block_pool.ref_count
         num_idle_hits = sum(ref_count(block_id) == 0 for block_id in computed_blocks)
         return num_new_blocks + num_idle_hits <= self.block_pool.num_takeable_blocks
+
+
+def _differences(old: list[int], new: list[int]) -> list[tuple[int | None, int | None]]:
+    """Entries of two block tables that are not the same block, by place."""
+    return [pair for pair in zip_longest(old, new) if pair[0] != pair[1]]

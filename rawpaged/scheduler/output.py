@@ -9,17 +9,19 @@ from dataclasses import dataclass
 class ScheduledRequest:
     """One request's share of a step.
 
-    The step computes KV for positions [start, start + len(token_ids)) of the request and, if
-    `samples`, one new token from the last of them.
+    The step computes positions [start, start + len(token_ids)) of the request and, if `samples`,
+    one new token from the last of them. Their KV is stored from position `first_stored` on.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
-    """num_computed_tokens before the step."""
+    """num_computed_tokens before the step, or the last token's position if that has KV too."""
     block_table: tuple[int, ...]
     """Block i holds positions [i * block_size, (i + 1) * block_size); covers the whole step."""
     samples: bool
+    first_stored: int = 0
+    """What stands below has its KV in shared blocks and is computed for its logits alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[str, ...]
     """Requests that lost their blocks to make room."""
+    block_copies: tuple[tuple[int, int], ...] = ()
+    """(source, target) blocks to copy before anything is computed; no target is a source too."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,33 +2,37 @@
 
 There is no prefill phase and no decode phase. A request has `num_tokens` (prompt and output) and
 `num_computed_tokens`; every step lets some requests catch up by some tokens, and one that has
-caught up samples the next. Chunked prefill, prefix hits and resuming after preemption are all
-this one rule. docs/scheduling.md tells the whole story.
+caught up samples the next. Chunked prefill, prefix hits, forks and resuming after preemption are
+all this one rule. docs/scheduling.md tells the whole story.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rawpaged.config import SchedulerConfig
 from rawpaged.errors import InvalidRequestError
-from rawpaged.request import FinishReason, Request, RequestStatus
+from rawpaged.request import FinishReason, Request, RequestGroup, RequestStatus
+from rawpaged.scheduler.admission import Admission
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
 from rawpaged.scheduler.kv_stats import KVStats, count_open_slots
-from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
+from rawpaged.scheduler.limits import check_limits
+from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.scheduler.pool_snapshot import PoolSnapshot, RequestBlocks
+from rawpaged.scheduler.queues import GroupQueue
+from rawpaged.scheduler.step import Step
+from rawpaged.scheduler.stopping import check_stop
 
 
 class Scheduler:
     """Owns the requests from `add` until they end; not thread-safe.
 
     The caller repeats schedule(), computes the step, update(). `add` and `finish` may come at any
-    time between these calls. A step that failed has no update: what `schedule` then gives to the
-    requests that are left is the same work again.
+    time between these calls. A step that failed has no update: all requests in it have to be
+    finished, since copies of their blocks may not have been made. Those not in it go on.
 
-    Running requests, then waiting ones, are always in order of arrival: only the last running one
-    is ever preempted, to the front of those that wait, and only the first waiting one is admitted.
+    Running and waiting requests are in order of priority and arrival, groups of requests as one:
+    only the last running group is ever preempted.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -37,17 +41,17 @@ class Scheduler:
             config.num_blocks, config.block_size, config.enable_prefix_caching
         )
         self._requests: dict[str, Request] = {}
-        self._running: list[Request] = []
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running = GroupQueue()
+        self._waiting = GroupQueue()
+        self._admission = Admission(
+            self.kv_cache_manager, self._waiting, self._running, config.max_num_seqs
+        )
+        self._num_groups = 0
         # Totals since construction, for whoever keeps statistics.
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Prompt tokens computed, recomputation after preemption included."""
         self.num_generation_tokens = 0
-        self.prefix_cache_queries = 0
-        """Tokens of newly admitted requests that were looked up in the prefix cache."""
-        self.prefix_cache_hits = 0
-        """Of those, tokens found."""
 
     @property
     def num_running(self) -> int:
@@ -65,122 +69,109 @@ class Scheduler:
     def num_cached_blocks(self) -> int:
         return self.kv_cache_manager.block_pool.num_cached_blocks
 
+    @property
+    def prefix_cache_queries(self) -> int:
+        """Tokens of newly admitted requests that were looked up in the prefix cache."""
+        return self._admission.prefix_cache_queries
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        """Of those, tokens found."""
+        return self._admission.prefix_cache_hits
+
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
-        """Queues a new request; raises InvalidRequestError if it could never run to its end."""
-        longest = request.num_prompt_tokens + request.max_tokens
-        if request.num_prompt_tokens == 0:
-            raise InvalidRequestError("prompt holds no tokens", "prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequestError(
-                f"max_tokens={request.max_tokens} must be at least 1", "max_tokens"
-            )
-        if longest > self.config.max_model_len:
-            raise InvalidRequestError(
-                f"{request.num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} "
-                f"are more than max_model_len={self.config.max_model_len}",
-                "max_tokens",
-            )
-        if request.request_id in self._requests:
-            raise InvalidRequestError(f"request_id={request.request_id!r} is in use", "request_id")
-        self._requests[request.request_id] = request
-        self._waiting[request.request_id] = request
+    def add(self, group: RequestGroup) -> None:
+        """Queues new requests, all or none.
+
+        Raises InvalidRequestError if one could never run to its end or its name is in use.
+        """
+        check_limits(group, self.config)
+        for request in group.requests:
+            if request.request_id in self._requests:
+                raise InvalidRequestError(
+                    f"request_id={request.request_id!r} is in use", "request_id"
+                )
+        self._num_groups += 1
+        group.number = self._num_groups
+        for request in group.requests:
+            self._requests[request.request_id] = request
+            self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
         """Allocates blocks for the next step and says what it computes.
 
-        Running requests come first, oldest first, each with as many tokens as it lacks and the
-        budget leaves. Waiting ones follow, unless a request was preempted: its blocks are what
-        the running ones need, so an admission now would only be undone.
+        First come the requests that lack one token, so that none of them waits for a long prompt,
+        then chunks of those that lack more, then waiting ones, unless a request was preempted: its
+        blocks are what the running ones need, so an admission now would only be undone.
         """
-        budget = self.config.max_num_batched_tokens
-        scheduled: list[ScheduledRequest] = []
-        preempted: list[str] = []
-        while budget > 0 and len(scheduled) < len(self._running):
-            request = self._running[len(scheduled)]
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if not self._make_room(request, num_new_tokens, preempted):
-                break
-            scheduled.append(self._share(request, num_new_tokens))
-            budget -= num_new_tokens
-        while budget > 0 and not preempted:
-            num_new_tokens = self._admit_next(budget)
-            if num_new_tokens == 0:
-                break
-            scheduled.append(self._share(self._running[-1], num_new_tokens))
-            budget -= num_new_tokens
-        return SchedulerOutput(tuple(scheduled), tuple(preempted))
+        step = Step(self.config.max_num_batched_tokens, self.kv_cache_manager)
+        self._schedule_decodes(step)
+        self._schedule_chunks(step)
+        if not step.preempted:
+            self._admission.admit(step)
+        return step.output()
 
-    def _make_room(self, request: Request, num_new_tokens: int, preempted: list[str]) -> bool:
-        """Allocates for a running request, preempting from the last one on; False if itself."""
-        while not self.kv_cache_manager.allocate_slots(request, num_new_tokens):
-            # Those scheduled in this step already are older than `request`, so never the victim.
-            victim = self._running[-1]
-            self._preempt(victim)
-            preempted.append(victim.request_id)
-            if victim is request:
-                return False
-        return True
+    def _schedule_decodes(self, step: Step) -> None:
+        """Only these need new blocks: what a request had when it started it has blocks for."""
+        index = 0
+        while step.budget > 0 and index < len(self._running.groups):
+            group = self._running.groups[index]
+            ready = self._make_room(group, self._ready_to_sample(group, step.budget), step)
+            for request in ready:
+                step.give(request, 1)
+            index += 1
 
-    def _preempt(self, request: Request) -> None:
-        """Takes the last running request's blocks; it will compute its tokens anew."""
-        self._running.remove(request)
-        self.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        request.status = RequestStatus.PREEMPTED
-        self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
-        self.num_preemptions += 1
+    def _ready_to_sample(self, group: RequestGroup, budget: int) -> list[Request]:
+        """Those that lack one token, as many as the budget allows; in lockstep, all or none."""
+        members = self._running.members(group)
+        ready = [request for request in members if request.num_missing_tokens == 1]
+        if members[0].waits_for_siblings:
+            return ready if len(ready) == len(group.requests) <= budget else []
+        return ready[:budget]
 
-    def _admit_next(self, budget: int) -> int:
-        """Starts or resumes the first waiting request; returns its share, 0 if it has to wait.
+    def _schedule_chunks(self, step: Step) -> None:
+        for group in self._running.groups:
+            for request in self._running.members(group):
+                num_tokens = request.num_missing_tokens
+                if num_tokens > 1 and step.budget > 0:
+                    num_tokens -= request.waits_for_siblings
+                    step.give(request, min(num_tokens, step.budget))
 
-        Admission asks for room for all its tokens even if the budget allows only a chunk of them:
-        a request that is preempted between two chunks would have computed the first for nothing.
+    def _make_room(self, group: RequestGroup, ready: list[Request], step: Step) -> list[Request]:
+        """Preempts from the last group on until all that are ready can write a token.
+
+        Returns those that still are: the last running group may have to give way itself, request by
+        request from its last one, or as a whole if in lockstep.
         """
-        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
-            return 0
-        request = next(iter(self._waiting.values()))
-        computed_blocks, num_cached_tokens = self.kv_cache_manager.get_computed_blocks(request)
-        num_new_tokens = min(request.num_tokens - num_cached_tokens, budget)
-        if not (
-            self.kv_cache_manager.has_room_for(request, computed_blocks)
-            and self.kv_cache_manager.allocate_slots(request, num_new_tokens, computed_blocks)
-        ):
-            return 0
-        del self._waiting[request.request_id]
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_cached_tokens
-            self._count_prefix_query(request)
-        request.num_computed_tokens = num_cached_tokens
-        request.status = RequestStatus.RUNNING
-        self._running.append(request)
-        return num_new_tokens
+        while not self.kv_cache_manager.has_slots_for(ready):
+            # What is scheduled in this step already is before `group`, so never the victim.
+            last = self._running.groups[-1]
+            victims = self._running.members(last)
+            if last is group and not group.lockstep:
+                victims = victims[-1:]
+            self._preempt(victims, step)
+            ready = [request for request in ready if request not in victims]
+        return ready
 
-    def _count_prefix_query(self, request: Request) -> None:
-        if self.config.enable_prefix_caching and request.reads_prefix_cache:
-            self.prefix_cache_queries += request.num_tokens
-            self.prefix_cache_hits += request.num_cached_tokens
-
-    def _share(self, request: Request, num_new_tokens: int) -> ScheduledRequest:
-        start = request.num_computed_tokens
-        end = start + num_new_tokens
-        return ScheduledRequest(
-            request.request_id,
-            tuple(request.token_ids[start:end]),
-            start,
-            self.kv_cache_manager.block_table(request.request_id),
-            samples=end == request.num_tokens,
-        )
+    def _preempt(self, victims: Sequence[Request], step: Step) -> None:
+        """Takes the requests' blocks; they will compute their tokens anew."""
+        for request in reversed(victims):
+            self._running.remove(request)
+            self.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            request.num_preemptions += 1
+            request.status = RequestStatus.PREEMPTED
+            self._waiting.add(request)
+            step.preempted.append(request.request_id)
+            self.num_preemptions += 1
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
         """Books a computed step; returns the requests that it ended, their blocks freed.
 
         `sampled` holds a token for each request of `output` that samples, save those that were
-        finished since `schedule`.
+        finished since `schedule` and those in lockstep, which get theirs by `reorder`.
         """
         finished = []
         for scheduled in output.scheduled:
@@ -191,32 +182,47 @@ class Scheduler:
             request.num_computed_tokens = end
             # Before its blocks can be freed below: only then do they stay cached.
             self.kv_cache_manager.publish(request)
-            self.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - scheduled.start)
-            if scheduled.samples:
+            self.num_prompt_tokens += max(
+                0, min(end, request.num_prompt_tokens) - scheduled.first_stored
+            )
+            if not scheduled.samples:
+                continue
+            if request.group.lockstep:
+                self._start_siblings(request)
+            else:
                 request.token_ids.append(sampled[scheduled.request_id])
                 self.num_generation_tokens += 1
-                if self._check_stop(request):
+                if check_stop(request):
                     finished.append(request)
         for request in finished:
             self._release(request)
         return finished
 
-    def _check_stop(self, request: Request) -> bool:
-        """Sets the reason and returns True if the request's last token is its last for good."""
-        params = request.sampling_params
-        token_id = request.token_ids[-1]
-        if request.num_output_tokens >= params.min_tokens:
-            if token_id in request.eos_token_ids and not params.ignore_eos:
-                request.finish_reason = FinishReason.STOP
-                return True
-            if token_id in (params.stop_token_ids or ()):
-                request.finish_reason = FinishReason.STOP
-                request.stop_reason = token_id
-                return True
-        if request.num_output_tokens >= request.max_tokens:
-            request.finish_reason = FinishReason.LENGTH
-            return True
-        return False
+    def _start_siblings(self, parent: Request) -> None:
+        """Gives those in lockstep with it that wait the prompt that it has computed."""
+        for request in self._waiting.members(parent.group):
+            self._waiting.remove(request)
+            request.num_computed_tokens = parent.num_computed_tokens
+            blocks = self.kv_cache_manager.block_table(parent.request_id)
+            self.kv_cache_manager.fork(parent, request, blocks)
+            request.status = RequestStatus.RUNNING
+            self._running.add(request)
+
+    def reorder(
+        self, requests: Sequence[Request], parents: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Request i goes on where `requests[parents[i]]` has got to, with one token more.
+
+        For beams, between update and schedule: all unfinished requests of a group in lockstep that
+        has sampled in this step. Blocks are shared and not copied.
+        """
+        self.kv_cache_manager.reorder(requests, parents)
+        before = [(list(request.token_ids), list(request.block_hashes)) for request in requests]
+        for request, parent, token_id in zip(requests, parents, token_ids, strict=True):
+            tokens, hashes = before[parent]
+            request.token_ids = [*tokens, token_id]
+            request.block_hashes = list(hashes)
+        self.num_generation_tokens += len(requests)
 
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
@@ -234,9 +240,10 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         else:
-            del self._waiting[request.request_id]
+            self._waiting.remove(request)
         self.kv_cache_manager.free(request)
         del self._requests[request.request_id]
+        request.group.requests.remove(request)
         request.status = RequestStatus.FINISHED
 
     def reset_prefix_cache(self) -> None:
@@ -247,7 +254,7 @@ class Scheduler:
         """The KV pool in numbers; to be called between steps. Linear in the running requests."""
         manager = self.kv_cache_manager
         pool = manager.block_pool
-        unfilled, reserved = count_open_slots(manager, self._running)
+        unfilled, reserved = count_open_slots(manager, self._running.requests())
         return KVStats(
             num_blocks=pool.num_blocks,
             block_size=manager.block_size,
@@ -271,7 +278,7 @@ class Scheduler:
             num_blocks=manager.block_pool.num_blocks,
             block_size=manager.block_size,
             num_waiting=len(self._waiting),
-            requests=tuple(self._blocks_of(request) for request in self._running),
+            requests=tuple(self._blocks_of(request) for request in self._running.requests()),
             published_blocks=manager.block_pool.published_blocks(),
         )
 
@@ -288,12 +295,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, block tables and pool agree; for tests."""
-        self.kv_cache_manager.check_integrity()
-        in_queues = [*self._running, *self._waiting.values()]
-        assert sorted(r.request_id for r in in_queues) == sorted(self._requests)
-        assert all(r.status is RequestStatus.RUNNING for r in self._running)
-        for request in self._running:
-            num_slots = len(self.kv_cache_manager.block_table(request.request_id)) * (
-                self.config.block_size
-            )
-            assert request.num_computed_tokens <= num_slots, f"{request.request_id=} {num_slots=}"
+        running, waiting = self._running.requests(), self._waiting.requests()
+        self.kv_cache_manager.check_integrity(running)
+        names = [request.request_id for request in running + waiting]
+        assert sorted(names) == sorted(self._requests)
+        assert all(r.status is RequestStatus.RUNNING for r in running)
+        assert not any(r.status is RequestStatus.RUNNING for r in waiting)
+        assert (len(self._running), len(self._waiting)) == (len(running), len(waiting))
+        for queue in (self._running, self._waiting):
+            orders = [group.order for group in queue.groups]
+            assert orders == sorted(set(orders)), f"{orders=}"

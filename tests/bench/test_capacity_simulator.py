@@ -208,9 +208,10 @@ def test_paged_admits_and_preempts_as_the_engines_own_scheduler() -> None:
     )
     scheduler = Scheduler(config)
     for key, size in enumerate(sizes):
-        scheduler.add(
-            Request(str(key), [0] * size.prompt_len, SamplingParams(), max_tokens=size.output_len)
+        request = Request(
+            str(key), [0] * size.prompt_len, SamplingParams(), max_tokens=size.output_len
         )
+        scheduler.add(request.group)
     num_steps = num_running = 0
     while scheduler.has_unfinished():
         output = scheduler.schedule()

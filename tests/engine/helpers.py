@@ -15,7 +15,7 @@ from rawpaged.devices import open_backend
 from rawpaged.engine.engine import Engine
 from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.sampler import SampledToken
-from rawpaged.request import Request
+from rawpaged.request import Request, RequestGroup
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.weights.checkpoint import open_checkpoint
 from rawpaged.weights.loader import load_weights
@@ -43,10 +43,14 @@ class RecordingRunner(ModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logits: defaultdict[str, list[bytes]] = defaultdict(list)
+        self.poison(range(kwargs["num_blocks"]))
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill these blocks with NaN."""
         poison = np.nan if self.backend.dtype == "float32" else 0x7FC0
         for cache in self.kv_caches:
-            cache.keys[...] = poison
-            cache.values[...] = poison
+            cache.keys[list(block_ids)] = poison
+            cache.values[list(block_ids)] = poison
 
     def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
         rows = self.backend.download(logits)
@@ -96,7 +100,9 @@ def recorded_logits(engine: Engine) -> dict[str, list[bytes]]:
     return dict(engine.runner.logits)
 
 
-def request(request_id: str, prompt: Sequence[int], **params: Any) -> Request:
+def request(
+    request_id: str, prompt: Sequence[int], *, sample_index: int = 0, **params: Any
+) -> Request:
     """A request that runs to max_tokens."""
     given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16, **params}
     sampling = SamplingParams(**given)
@@ -107,13 +113,20 @@ def request(request_id: str, prompt: Sequence[int], **params: Any) -> Request:
         sampling,
         max_tokens=sampling.max_tokens,
         seed=sampling.seed or 0,
+        sample_index=sample_index,
     )
 
 
+def samples(name: str, n: int, prompt: Sequence[int], **params: Any) -> list[Request]:
+    """Requests name.0, name.1, ... of one group."""
+    requests = [request(f"{name}.{i}", prompt, sample_index=i, **params) for i in range(n)]
+    return RequestGroup(requests).requests[:]
+
+
 def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
-    """Output token ids by request id; blocks are checked after every step."""
-    for each in requests:
-        engine.add_request(each)
+    """Output token ids by request id; blocks are checked after every step, and poisoned if free."""
+    for group in dict.fromkeys(each.group for each in requests):
+        engine.add_group(group)
     tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}
     while engine.has_unfinished():
         for output in engine.step():
@@ -121,8 +134,21 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
             if output.token_id is not None:
                 tokens[output.request_id].append(output.token_id)
         engine.scheduler.check_integrity()
+        poison_free_blocks(engine)
     assert engine.scheduler.num_used_blocks == 0
     return tokens
+
+
+def poison_free_blocks(engine: Engine) -> None:
+    """Fill blocks that hold nothing with NaN, so that whoever reads one shows it."""
+    assert isinstance(engine.runner, RecordingRunner)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    free = [
+        block_id
+        for block_id in range(pool.num_blocks)
+        if pool.ref_count(block_id) == 0 and pool.block_hash(block_id) is None
+    ]
+    engine.runner.poison(free)
 
 
 def golden(name: str) -> dict[str, npt.NDArray[Any]]:

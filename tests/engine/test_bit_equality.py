@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from rawpaged.request import Request
-from tests.engine.helpers import recorded_logits, request, run, tiny_engine
+from rawpaged.request import Request, RequestGroup
+from tests.engine.helpers import recorded_logits, request, run, samples, tiny_engine
 
 MODELS = ("llama", "mistral_sw", "qwen3")
 
@@ -21,10 +22,8 @@ def requests(count: int) -> list[Request]:
         prompt = (shared if i % 3 == 0 else []) + [
             rng.randrange(320) for _ in range(rng.randint(1, 60))
         ]
-        params = (
-            {}
-            if i % 2
-            else {"temperature": 1.0, "seed": i, "top_p": 0.9, "frequency_penalty": 0.5}
+        params: dict[str, Any] = (
+            {} if i % 2 else {"temperature": 1.0, "seed": i, "top_p": 0.9, "frequency_penalty": 0.5}
         )
         made.append(request(str(i), prompt, max_tokens=10 + i % 7, **params))
     return made
@@ -62,7 +61,9 @@ def test_batch_chunks_threads_hits_and_preemption(
     for count in (2, 7, 32):
         expected = solo_logits(model, count, dtype)
         engine = tiny_engine(
-            model, dtype=dtype, **{"num_blocks": 300, **engine_params}  # type: ignore[arg-type]
+            model,
+            dtype=dtype,
+            **{"num_blocks": 300, **engine_params},  # type: ignore[arg-type]
         )
         run(engine, requests(count))
         assert recorded_logits(engine) == expected
@@ -71,6 +72,56 @@ def test_batch_chunks_threads_hits_and_preemption(
             caches = engine_params.get("enable_prefix_caching", True)
             assert (engine.scheduler.prefix_cache_hits > 0) == caches
         engine.close()
+
+
+def many_samples() -> list[list[Request]]:
+    """Groups of one to four samples, some of equal prompts, some of whose blocks fill in a fork."""
+    rng = random.Random(1)
+    shared = [rng.randrange(320) for _ in range(47)]
+    groups = []
+    for i in range(10):
+        prompt = shared if i % 3 == 0 else [rng.randrange(320) for _ in range(rng.randint(1, 60))]
+        groups.append(
+            samples(
+                str(i),
+                1 + i % 4,
+                prompt,
+                max_tokens=6 + 5 * (i % 4),
+                temperature=1.0,
+                seed=i,
+                frequency_penalty=0.5,
+            )
+        )
+    return groups
+
+
+@pytest.mark.parametrize(
+    "engine_params",
+    [
+        {"num_blocks": 200},
+        {"num_blocks": 200, "max_num_batched_tokens": 7, "enable_prefix_caching": False},
+        {"num_blocks": 200, "max_num_seqs": 3},
+        {"num_blocks": 10, "num_threads": 2},
+        {"num_blocks": 14, "max_num_seqs": 6, "max_num_batched_tokens": 20},
+    ],
+    ids=str,
+)
+def test_samples_that_share_blocks(dtype: str, engine_params: dict[str, int]) -> None:
+    """Forks, copies, preemption: each sample computes the bits of a request alone."""
+    solo = tiny_engine(dtype=dtype, enable_prefix_caching=False, max_num_batched_tokens=128)
+    for each in [each for group in many_samples() for each in group]:
+        each.group = RequestGroup((each,))
+        run(solo, [each])
+    expected = recorded_logits(solo)
+    solo.close()
+    engine = tiny_engine(dtype=dtype, **engine_params)  # type: ignore[arg-type]
+    run(engine, [each for group in many_samples() for each in group])
+    assert recorded_logits(engine) == expected
+    manager = engine.scheduler.kv_cache_manager
+    assert manager.num_forks > 0
+    assert manager.num_block_copies > 0
+    assert (engine.scheduler.num_preemptions > 0) == (engine_params["num_blocks"] < 20)
+    engine.close()
 
 
 def test_a_prompt_seen_before_gives_the_same_bits() -> None:

@@ -246,7 +246,7 @@ def test_a_full_profile_ends_by_itself() -> None:
     profiler = Profiler(engine, max_ranges=100)
     ended: list[bool] = []
     profiler.start(ProfileOptions(on_end=lambda: ended.append(True)))
-    engine.add_request(request("a", [3, 4, 5], max_tokens=30))
+    engine.add_group(request("a", [3, 4, 5], max_tokens=30).group)
     while engine.has_unfinished():
         with profiler.step():
             engine.step()

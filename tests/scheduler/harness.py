@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rawpaged.config import SchedulerConfig
-from rawpaged.request import FinishReason, Request
+from rawpaged.request import FinishReason, Request, RequestGroup
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.scheduler.block_hash import NO_PARENT, hash_block
 from rawpaged.scheduler.block_pool import BlockPool
@@ -36,6 +36,7 @@ def make_request(
     *,
     eos_token_ids: frozenset[int] = frozenset(),
     cache_keys: tuple[str, ...] = (),
+    sample_index: int = 0,
     **params: Any,
 ) -> Request:
     """Ends by length alone unless `eos_token_ids` or `stop_token_ids` say otherwise."""
@@ -46,12 +47,31 @@ def make_request(
         max_tokens=max_tokens,
         eos_token_ids=eos_token_ids,
         cache_keys=cache_keys,
+        sample_index=sample_index,
     )
 
 
-def next_token(token_ids: Sequence[int]) -> int:
+def make_group(
+    name: str, n: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any
+) -> RequestGroup:
+    """Requests name0, name1, ...; `lockstep` and `priority` are the group's, the rest theirs."""
+    of_group = {key: options.pop(key) for key in ("lockstep", "priority") if key in options}
+    requests = [
+        make_request(f"{name}{i}", prompt, max_tokens, sample_index=i, **options) for i in range(n)
+    ]
+    return RequestGroup(requests, **of_group)
+
+
+def next_token(token_ids: Sequence[int], sample_index: int = 0) -> int:
     """What the model says after these tokens, and nothing else matters to it."""
-    return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
+    return zlib.crc32(bytes(token_ids), sample_index) % VOCAB_SIZE
+
+
+def next_beams(beams: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """(parents, tokens) of beams that have these tokens now: a search that searches for nothing."""
+    seed = zlib.crc32(bytes(token_id for beam in beams for token_id in beam))
+    parents = [zlib.crc32(bytes([i]), seed) % len(beams) for i in range(len(beams))]
+    return parents, [next_token(beams[parent], i) for i, parent in enumerate(parents)]
 
 
 def solo_run(request: Request) -> tuple[list[int], FinishReason, int | None]:
@@ -59,7 +79,7 @@ def solo_run(request: Request) -> tuple[list[int], FinishReason, int | None]:
     params = request.sampling_params
     prompt, output = request.prompt_token_ids, list[int]()
     while True:
-        output.append(next_token(prompt + output))
+        output.append(next_token(prompt + output, request.sample_index))
         if len(output) >= params.min_tokens:
             if output[-1] in request.eos_token_ids and not params.ignore_eos:
                 return output, FinishReason.STOP, None
@@ -69,38 +89,71 @@ def solo_run(request: Request) -> tuple[list[int], FinishReason, int | None]:
             return output, FinishReason.LENGTH, None
 
 
+def solo_beams(prompt: Sequence[int], width: int, num_steps: int) -> list[list[int]]:
+    """Prompt and output of every beam after so many steps, alone."""
+    beams = [list(prompt) for _ in range(width)]
+    for _ in range(num_steps):
+        parents, tokens = next_beams(beams)
+        beams = [[*beams[parent], token] for parent, token in zip(parents, tokens, strict=True)]
+    return beams
+
+
 class FakeModel:
     """Computes steps. The KV of a position is the tuple of everything that it depends on.
 
-    Slots past what a request has computed are poisoned before each step, so content that someone
-    else still counts on is seen to be lost, and content read before it is written is seen too.
+    Blocks that nobody holds are poisoned, and so are slots past what a request has computed:
+    content that someone else counts on is seen to be lost, and what is read too early too.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.slots: dict[tuple[int, int], tuple[Any, ...] | None] = {}
 
-    def compute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, int]:
-        """Runs a step; returns the sampled tokens."""
+    def compute(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], pool: BlockPool
+    ) -> dict[str, int]:
+        """Runs a step; returns the sampled tokens of requests that are not in lockstep."""
+        self._copy(output)
+        for block_id in range(pool.num_blocks):
+            if pool.ref_count(block_id) == 0 and pool.block_hash(block_id) is None:
+                self._poison(block_id)
         for scheduled in output.scheduled:
             self._write(scheduled, requests[scheduled.request_id])
         for scheduled in output.scheduled:
             end = scheduled.start + len(scheduled.token_ids)
             self.check(requests[scheduled.request_id], scheduled.block_table, end)
+        sampling = [requests[s.request_id] for s in output.scheduled if s.samples]
         return {
-            scheduled.request_id: next_token(requests[scheduled.request_id].token_ids)
-            for scheduled in output.scheduled
-            if scheduled.samples
+            request.request_id: next_token(request.token_ids, request.sample_index)
+            for request in sampling
+            if not request.group.lockstep
         }
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        sources = {source for source, _ in output.block_copies}
+        targets = [target for _, target in output.block_copies]
+        assert len(set(targets)) == len(targets), f"{output.block_copies=}"
+        assert not sources & set(targets), f"{output.block_copies=}"
+        for source, target in output.block_copies:
+            for offset in range(self.block_size):
+                self.slots[target, offset] = self.slots.get((source, offset))
+
+    def _poison(self, block_id: int) -> None:
+        for offset in range(self.block_size):
+            self.slots[block_id, offset] = None
 
     def _write(self, scheduled: ScheduledRequest, request: Request) -> None:
         start, end = scheduled.start, scheduled.start + len(scheduled.token_ids)
         num_slots = len(scheduled.block_table) * self.block_size
         assert end <= num_slots, f"{scheduled=} has {num_slots} slots"
         assert list(scheduled.token_ids) == request.token_ids[start:end]
-        for position in range(start, num_slots):
+        first = scheduled.first_stored
+        assert start == min(first, request.num_tokens - 1)
+        if first == end:
+            return
+        for position in range(first, num_slots):
             self.slots[self._slot(scheduled.block_table, position)] = None
-        for position in range(start, end):
+        for position in range(first, end):
             content = (request.cache_keys, *request.token_ids[: position + 1])
             self.slots[self._slot(scheduled.block_table, position)] = content
 
@@ -143,14 +196,46 @@ class Runner:
         self.requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> Request:
-        self.scheduler.add(request)
-        self.requests[request.request_id] = request
+        self.add_group(request.group)
         return request
+
+    def add_group(self, group: RequestGroup) -> list[Request]:
+        requests = list(group.requests)
+        self.scheduler.add(group)
+        self.requests |= {request.request_id: request for request in requests}
+        return requests
+
+    def compute(self, output: SchedulerOutput) -> dict[str, int]:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return self.model.compute(output, self.requests, pool)
+
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
+        """Books the step, and lets beams go on; returns the requests that have ended."""
+        finished = self.scheduler.update(output, sampled)
+        groups = {
+            self.requests[scheduled.request_id].group
+            for scheduled in output.scheduled
+            if scheduled.samples
+        }
+        for group in sorted(groups, key=lambda group: group.order):
+            if group.lockstep and group.requests:
+                finished += self._advance_beams(group)
+        return finished
+
+    def _advance_beams(self, group: RequestGroup) -> list[Request]:
+        beams = list(group.requests)
+        parents, token_ids = next_beams([request.token_ids for request in beams])
+        self.scheduler.reorder(beams, parents, token_ids)
+        if beams[0].num_output_tokens < beams[0].max_tokens:
+            return []
+        for request in beams:
+            assert self.scheduler.finish(request.request_id, FinishReason.LENGTH) is request
+        return beams
 
     def step(self) -> tuple[SchedulerOutput, list[str]]:
         """One step; returns what was scheduled and the ids of the requests that it ended."""
         output = self.scheduler.schedule()
-        finished = self.scheduler.update(output, self.model.compute(output, self.requests))
+        finished = self.update(output, self.compute(output))
         self.scheduler.check_integrity()
         return output, [request.request_id for request in finished]
 

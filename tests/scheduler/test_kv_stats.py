@@ -104,12 +104,11 @@ def test_a_block_that_only_one_owner_has_filled() -> None:
     first = runner.add(make_request("a", [1] * 6, 8))
     runner.step()
     fork = make_request("b", [1] * 6, 8)
-    manager.block_pool.touch(manager.block_table("a"))
-    manager._allocations["b"] = type(manager._allocations["a"])(list(manager.block_table("a")), 0)
-    fork.num_computed_tokens = 6
+    blocks, fork.num_computed_tokens = manager.get_shareable_blocks(first, 6)
+    manager.fork(first, fork, blocks)
     runner.requests["b"] = fork
     fork.status = RequestStatus.RUNNING
-    runner.scheduler._running.append(fork)
+    runner.scheduler._running.add(fork)
     stats = runner.scheduler.kv_stats()
     assert stats == walked(runner)
     assert (stats.num_shared_blocks, stats.num_saved_blocks, stats.num_unfilled_slots) == (2, 2, 2)

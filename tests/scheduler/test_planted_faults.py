@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from rawpaged.request import Request
-from rawpaged.scheduler import block_hash
+from rawpaged.request import Request, RequestGroup
+from rawpaged.scheduler import admission, block_hash
+from rawpaged.scheduler.admission import Admission
 from rawpaged.scheduler.block_pool import BlockPool
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
 from rawpaged.scheduler.scheduler import Scheduler
-from tests.scheduler.machines import BlockPoolMachine, SchedulerMachine
+from rawpaged.scheduler.step import Step
+from tests.scheduler.pool_machine import BlockPoolMachine
+from tests.scheduler.scheduler_machine import SchedulerMachine
 
 SETTINGS = settings(
     max_examples=20_000,
@@ -33,7 +37,12 @@ evict_rightly = BlockPool._evict
 cache_block_rightly = BlockPool.cache_block
 release_rightly = KVCacheManager.free
 preempt_rightly = Scheduler._preempt
-admit_rightly = Scheduler._admit_next
+admit_rightly = Admission._admit_group
+append_rightly = KVCacheManager.allocate_slots
+share_rightly = KVCacheManager.get_shareable_blocks
+start_rightly = KVCacheManager.start
+give_rightly = Step.give
+find_start_rightly = Admission._find_start
 hash_rightly = block_hash.hash_block
 
 
@@ -108,19 +117,6 @@ def publish_blocks_before_they_are_computed(manager: KVCacheManager, request: Re
         allocation.num_published = max(allocation.num_published, len(pairs))
 
 
-def hit_up_to_the_last_token(manager: KVCacheManager, request: Request) -> tuple[list[int], int]:
-    if not (manager.block_pool.enable_caching and request.reads_prefix_cache):
-        return [], 0
-    block_hash.extend_block_hashes(request, manager.block_size)
-    block_ids = []
-    for digest in request.block_hashes:
-        block_id = manager.block_pool.get_cached_block(digest)
-        if block_id is None:
-            break
-        block_ids.append(block_id)
-    return block_ids, len(block_ids) * manager.block_size
-
-
 def count_hits_as_room(
     manager: KVCacheManager, num_new_blocks: int, computed_blocks: Sequence[int]
 ) -> bool:
@@ -144,51 +140,198 @@ def hash_without_keys(
     return hash_rightly(parent, token_ids)
 
 
-def overtake_in_waiting(scheduler: Scheduler, budget: int) -> int:
-    for request_id in list(scheduler._waiting):
-        num_tokens = admit_rightly(scheduler, budget)
-        if num_tokens:
-            return num_tokens
-        scheduler._waiting.move_to_end(request_id)
-    return 0
-
-
-def preempt_to_the_back(scheduler: Scheduler, request: Request) -> None:
-    preempt_rightly(scheduler, request)
-    scheduler._waiting.move_to_end(request.request_id)
-
-
-def preempt_the_oldest(
-    scheduler: Scheduler, request: Request, num_new_tokens: int, preempted: list[str]
-) -> bool:
-    while not scheduler.kv_cache_manager.allocate_slots(request, num_new_tokens):
-        victim = scheduler._running[0]
-        scheduler._preempt(victim)
-        preempted.append(victim.request_id)
-        if victim is request:
-            return False
+def overtake_in_waiting(admission: Admission, group: RequestGroup, step: Step) -> bool:
+    admit_rightly(admission, group, step)
     return True
 
 
-def preempt_without_freeing(scheduler: Scheduler, request: Request) -> None:
-    scheduler._running.remove(request)
-    scheduler._waiting[request.request_id] = request
-    scheduler._waiting.move_to_end(request.request_id, last=False)
+def preempt_to_the_back(scheduler: Scheduler, victims: Sequence[Request], step: Step) -> None:
+    preempt_rightly(scheduler, victims, step)
+    group = victims[0].group
+    if not scheduler._running.members(group):
+        members = scheduler._waiting.members(group)
+        for request in members:
+            scheduler._waiting.remove(request)
+        scheduler._num_groups += 1
+        group.number = scheduler._num_groups
+        for request in members:
+            scheduler._waiting.add(request)
+
+
+def preempt_the_oldest(
+    scheduler: Scheduler, group: RequestGroup, ready: list[Request], step: Step
+) -> list[Request]:
+    while not scheduler.kv_cache_manager.has_slots_for(ready):
+        victims = scheduler._running.members(scheduler._running.groups[0])
+        scheduler._preempt(victims, step)
+        ready = [request for request in ready if request not in victims]
+    return ready
+
+
+def preempt_without_freeing(scheduler: Scheduler, victims: Sequence[Request], step: Step) -> None:
+    for request in reversed(victims):
+        scheduler._running.remove(request)
+        scheduler._waiting.add(request)
+
+
+def part_those_in_lockstep(
+    scheduler: Scheduler, group: RequestGroup, ready: list[Request], step: Step
+) -> list[Request]:
+    while not scheduler.kv_cache_manager.has_slots_for(ready):
+        last = scheduler._running.members(scheduler._running.groups[-1])[-1:]
+        scheduler._preempt(last, step)
+        ready = [request for request in ready if request not in last]
+    return ready
+
+
+def write_to_shared_blocks(manager: KVCacheManager, request: Request, num_new_tokens: int) -> bool:
+    ref_count = manager.block_pool.ref_count
+    manager.block_pool.ref_count = lambda block_id: 1  # type: ignore[method-assign]
+    try:
+        return append_rightly(manager, request, num_new_tokens)
+    finally:
+        manager.block_pool.ref_count = ref_count  # type: ignore[method-assign]
+
+
+def replace_a_shared_block_without_copying(
+    manager: KVCacheManager, table: list[int], index: int
+) -> None:
+    (target,) = manager.block_pool.take(1)
+    manager.block_pool.free([table[index]])
+    table[index] = target
+
+
+def copy_the_wrong_way_round(manager: KVCacheManager, table: list[int], index: int) -> None:
+    (target,) = manager.block_pool.take(1)
+    manager._copies.append((target, table[index]))
+    manager.block_pool.free([table[index]])
+    table[index] = target
+
+
+def copy_and_keep_the_reference(manager: KVCacheManager, table: list[int], index: int) -> None:
+    (target,) = manager.block_pool.take(1)
+    manager._copies.append((table[index], target))
+    table[index] = target
+
+
+def copy_again_in_every_step(manager: KVCacheManager) -> tuple[tuple[int, int], ...]:
+    return tuple(manager._copies)
+
+
+def count_no_room_for_copies(manager: KVCacheManager, requests: Iterable[Request]) -> bool:
+    num_needed = sum(
+        request.num_computed_tokens
+        == len(manager.block_table(request.request_id)) * manager.block_size
+        for request in requests
+    )
+    return num_needed <= manager.block_pool.num_takeable_blocks
+
+
+def share_blocks_that_get_full(
+    manager: KVCacheManager, parent: Request, num_tokens: int
+) -> tuple[list[int], int]:
+    num_blocks = -(-num_tokens // manager.block_size)
+    return list(manager.block_table(parent.request_id)[:num_blocks]), num_tokens
+
+
+def fork_without_references(
+    manager: KVCacheManager, parent: Request, child: Request, computed_blocks: Sequence[int]
+) -> None:
+    start_rightly(manager, child, [])
+    table = manager._allocations[child.request_id].block_table
+    manager.block_pool.free(table[: len(computed_blocks)])
+    table[: len(computed_blocks)] = computed_blocks
+
+
+def fork_before_the_prompt_is_computed(admission: Admission, request: Request) -> Any:
+    computed = [(r, r.num_computed_tokens) for r in admission._running.members(request.group)]
+    for sibling, _ in computed:
+        sibling.num_computed_tokens = max(
+            sibling.num_computed_tokens, min(sibling.num_tokens, request.num_prompt_tokens)
+        )
+    start = find_start_rightly(admission, request)
+    for sibling, num_tokens in computed:
+        sibling.num_computed_tokens = num_tokens
+    return start
+
+
+def fork_from_other_tokens(request: Request, sibling: Request) -> int:
+    return min(request.num_tokens, sibling.num_computed_tokens)
+
+
+def store_what_is_stored(step: Step, request: Request, num_tokens: int) -> None:
+    num_computed = request.num_computed_tokens
+    if num_computed == request.num_tokens:
+        request.num_computed_tokens -= 1
+        give_rightly(step, request, num_tokens)
+        request.num_computed_tokens = num_computed
+        # The copy that was made for it is what a careless change would leave out.
+        copies = dict((new, old) for old, new in step._kv_cache_manager._copies)
+        scheduled = step._scheduled.pop()
+        table = tuple(copies.get(block_id, block_id) for block_id in scheduled.block_table)
+        step._scheduled.append(replace(scheduled, block_table=table))
+    else:
+        give_rightly(step, request, num_tokens)
+
+
+def reorder_and_free_first(
+    manager: KVCacheManager, requests: Sequence[Request], parents: Sequence[int]
+) -> None:
+    before = [manager._allocations[request.request_id] for request in requests]
+    tables = [list(before[parent].block_table) for parent in parents]
+    for allocation in before:
+        manager.block_pool.free(reversed(allocation.block_table))
+    for request, table in zip(requests, tables, strict=True):
+        manager._allocations[request.request_id].block_table = table
+        for block_id in table:
+            manager.block_pool._ref_counts[block_id] += 1
+            manager.block_pool.num_refs += 1
+
+
+def reorder_tables_only(
+    scheduler: Scheduler,
+    requests: Sequence[Request],
+    parents: Sequence[int],
+    token_ids: Sequence[int],
+) -> None:
+    scheduler.kv_cache_manager.reorder(requests, parents)
+    tokens = [list(request.token_ids) for request in requests]
+    for request, parent, token_id in zip(requests, parents, token_ids, strict=True):
+        request.token_ids = [*tokens[parent], token_id]
+
+
+def sample_out_of_step(scheduler: Scheduler, group: RequestGroup, budget: int) -> list[Request]:
+    members = scheduler._running.members(group)
+    return [request for request in members if request.num_missing_tokens == 1][:budget]
 
 
 SCHEDULER_FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     *POOL_FAULTS[:3],
     (BlockPool, "touch", touch_but_leave_evictable),
     (KVCacheManager, "publish", publish_blocks_before_they_are_computed),
-    (KVCacheManager, "get_computed_blocks", hit_up_to_the_last_token),
     (KVCacheManager, "_can_take", count_hits_as_room),
     (KVCacheManager, "free", keep_blocks_of_stopped_requests),
     (block_hash, "hash_block", hash_without_parent),
     (block_hash, "hash_block", hash_without_keys),
-    (Scheduler, "_admit_next", overtake_in_waiting),
+    (Admission, "_admit_group", overtake_in_waiting),
     (Scheduler, "_preempt", preempt_to_the_back),
     (Scheduler, "_preempt", preempt_without_freeing),
     (Scheduler, "_make_room", preempt_the_oldest),
+    (Scheduler, "_make_room", part_those_in_lockstep),
+    (KVCacheManager, "allocate_slots", write_to_shared_blocks),
+    (KVCacheManager, "_copy_on_write", replace_a_shared_block_without_copying),
+    (KVCacheManager, "_copy_on_write", copy_the_wrong_way_round),
+    (KVCacheManager, "_copy_on_write", copy_and_keep_the_reference),
+    (KVCacheManager, "take_block_copies", copy_again_in_every_step),
+    (KVCacheManager, "has_slots_for", count_no_room_for_copies),
+    (KVCacheManager, "get_shareable_blocks", share_blocks_that_get_full),
+    (KVCacheManager, "fork", fork_without_references),
+    (Admission, "_find_start", fork_before_the_prompt_is_computed),
+    (admission, "_num_common_tokens", fork_from_other_tokens),
+    (Step, "give", store_what_is_stored),
+    (KVCacheManager, "reorder", reorder_and_free_first),
+    (Scheduler, "reorder", reorder_tables_only),
+    (Scheduler, "_ready_to_sample", sample_out_of_step),
 ]
 
 

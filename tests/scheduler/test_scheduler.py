@@ -14,9 +14,11 @@ from tests.scheduler.harness import (
     EOS,
     Runner,
     make_config,
+    make_group,
     make_request,
     next_token,
     shares,
+    solo_beams,
     solo_run,
 )
 
@@ -100,13 +102,18 @@ def test_prefix_hit_skips_tokens_and_is_counted_once() -> None:
     assert (scheduler.num_prompt_tokens, scheduler.num_generation_tokens) == (8 + 1, 2)
 
 
-def test_a_full_hit_recomputes_the_last_block_only() -> None:
+def test_a_full_hit_computes_the_last_token_and_stores_nothing() -> None:
     runner = Runner(make_config())
     prompt = [0, 1, 2, 3, 4, 0, 1, 2]
     runner.add(make_request("A", prompt, max_tokens=1))
     runner.step()
-    runner.add(make_request("B", prompt, max_tokens=1))
-    assert shares(runner.step()[0]) == [("B", 4, 4)]
+    b = runner.add(make_request("B", prompt, max_tokens=2))
+    output, _ = runner.step()
+    assert shares(output) == [("B", 7, 1)]
+    assert (output.scheduled[0].first_stored, output.scheduled[0].samples) == (8, True)
+    assert (b.num_cached_tokens, b.num_computed_tokens) == (8, 8)
+    assert shares(runner.step()[0]) == [("B", 8, 1)]
+    assert b.output_token_ids == solo_run(b)[0]
 
 
 def test_prompt_logprobs_compute_every_position() -> None:
@@ -226,7 +233,7 @@ def test_stop_rules(
 ) -> None:
     scheduler = Scheduler(make_config())
     request = make_request("A", [1], 5, eos_token_ids=frozenset([EOS]), **params)
-    scheduler.add(request)
+    scheduler.add(request.group)
     for token_id in (3, EOS, 3, EOS, 3):
         finished = scheduler.update(scheduler.schedule(), {"A": token_id})
         if finished:
@@ -255,7 +262,7 @@ def test_requests_that_can_never_fit_are_refused(
 ) -> None:
     scheduler = Scheduler(make_config())
     with pytest.raises(InvalidRequestError) as caught:
-        scheduler.add(make_request("A", prompt, max_tokens))
+        scheduler.add(make_request("A", prompt, max_tokens).group)
     assert caught.value.param == param
     assert not scheduler.has_unfinished()
 
@@ -339,3 +346,168 @@ def test_output_tokens_are_found_as_a_later_prompt() -> None:
     runner.drain()
     assert b.num_cached_tokens == 12
     assert b.output_token_ids == [next_token(a.token_ids)]
+
+
+def test_samples_share_the_prompt_that_the_first_computes() -> None:
+    runner = Runner(make_config())
+    samples = runner.add_group(make_group("A", 3, [0, 1, 2, 3, 4, 0], max_tokens=3))
+    runner.add(make_request("B", [4], max_tokens=2))
+    # The other samples wait for the first, and hold up nobody.
+    assert shares(runner.step()[0]) == [("A0", 0, 6), ("B", 0, 1)]
+    output, _ = runner.step()
+    assert shares(output) == [("A0", 6, 1), ("B", 1, 1), ("A1", 5, 1), ("A2", 5, 1)]
+    assert [s.first_stored for s in output.scheduled] == [6, 1, 6, 6]
+    assert [s.block_table for s in output.scheduled] == [(0, 1), (2,), (0, 1), (0, 1)]
+    assert output.block_copies == ()
+    output, _ = runner.step()
+    assert shares(output) == [("A0", 7, 1), ("A1", 6, 1), ("A2", 6, 1)]
+    assert [s.block_table for s in output.scheduled] == [(0, 2), (0, 3), (0, 1)]
+    assert output.block_copies == ((1, 2), (1, 3))
+    runner.drain()
+    for sample in samples:
+        assert sample.output_token_ids == solo_run(sample)[0]
+    assert len({tuple(sample.token_ids) for sample in samples}) > 1
+    # The prompt was computed once.
+    assert runner.scheduler.num_prompt_tokens == 6 + 1
+    assert runner.scheduler.kv_cache_manager.num_forks == 2
+
+
+def test_more_samples_than_seats_run_in_turns() -> None:
+    runner = Runner(make_config(max_num_seqs=2))
+    samples = runner.add_group(make_group("A", 5, [0, 1, 2, 3, 4, 0], max_tokens=3))
+    names = [[name for name, _, _ in shares(runner.step()[0])] for _ in range(5)]
+    assert names == [["A0"], ["A0", "A1"], ["A0", "A1"], ["A1", "A2"], ["A2", "A3"]]
+    runner.drain()
+    for sample in samples:
+        assert sample.output_token_ids == solo_run(sample)[0]
+
+
+def test_a_sample_whose_siblings_are_gone_starts_by_itself() -> None:
+    runner = Runner(make_config(max_num_seqs=1, enable_prefix_caching=False))
+    runner.add_group(make_group("A", 2, [0, 1, 2, 3, 4], max_tokens=1))
+    assert shares(runner.step()[0]) == [("A0", 0, 5)]
+    assert shares(runner.step()[0]) == [("A1", 0, 5)]
+
+
+def test_one_sample_computes_every_position_for_prompt_logprobs() -> None:
+    runner = Runner(make_config())
+    runner.add(make_request("B", [1] * 9, max_tokens=1))
+    runner.step()
+    runner.add_group(make_group("A", 2, [1] * 9, max_tokens=2, prompt_logprobs=1))
+    assert shares(runner.step()[0]) == [("A0", 0, 9)]
+    assert shares(runner.step()[0]) == [("A0", 9, 1), ("A1", 8, 1)]
+
+
+def test_samples_of_a_preempted_group_share_again() -> None:
+    config = make_config(num_blocks=8, max_model_len=28, enable_prefix_caching=False)
+    runner = Runner(config)
+    a = runner.add(make_request("A", [0] * 11, max_tokens=9))
+    b0, b1 = runner.add_group(make_group("B", 2, [1] * 8, max_tokens=9))
+    while b0.status is not RequestStatus.PREEMPTED:
+        runner.step()
+    assert b1.status is RequestStatus.PREEMPTED
+    while not a.is_finished:
+        runner.step()
+    first, _ = runner.step()
+    assert shares(first) == [("B0", 0, b0.num_tokens - 1)]
+    second, _ = runner.step()
+    # It has the prompt and whatever output is equal from its sibling, and computes its own.
+    (_, start, num_tokens) = shares(second)[1]
+    assert start >= 8
+    assert start + num_tokens == b1.num_tokens - 1
+    runner.drain()
+    for request in (a, b0, b1):
+        assert request.output_token_ids == solo_run(request)[0]
+
+
+def test_a_group_alone_gives_way_from_its_last_sample() -> None:
+    """Three samples of 16 tokens do not fit four blocks, but each does."""
+    runner = Runner(make_config(num_blocks=4, max_model_len=16, enable_prefix_caching=False))
+    samples = runner.add_group(make_group("A", 3, [0] * 6, max_tokens=10))
+    preempted: list[str] = []
+    for _ in range(100):
+        output, _ = runner.step()
+        preempted += output.preempted
+        if not runner.scheduler.has_unfinished():
+            break
+    assert preempted
+    assert "A0" not in preempted
+    for sample in samples:
+        assert sample.output_token_ids == solo_run(sample)[0]
+
+
+def test_a_long_prompt_holds_up_nobody() -> None:
+    """Its chunks take what the single tokens leave, whoever came first."""
+    runner = Runner(make_config(num_blocks=60, max_model_len=100, max_num_batched_tokens=8))
+    runner.add(make_request("A", [0, 1, 2], max_tokens=20))
+    runner.add(make_request("B", [1, 2], max_tokens=20))
+    runner.step()
+    runner.add(make_request("C", [2] * 60, max_tokens=2))
+    runner.add(make_request("D", [3], max_tokens=2))
+    while True:
+        output, _ = runner.step()
+        assert shares(output)[:2] == [
+            (name, runner.requests[name].num_computed_tokens - 1, 1) for name in "AB"
+        ]
+        if output.scheduled[-1].samples:
+            break
+        assert len(output.scheduled[-1].token_ids) == 6
+    assert runner.requests["C"].num_computed_tokens == 60
+
+
+def test_younger_requests_decode_while_an_older_prompt_is_computed() -> None:
+    runner = Runner(make_config(num_blocks=60, max_model_len=100, max_num_batched_tokens=8))
+    runner.add(make_request("A", [2] * 30, max_tokens=2))
+    runner.step()
+    runner.add(make_request("B", [1], max_tokens=4))
+    # B starts once A leaves some of the budget, and is not held up by another long prompt.
+    runner.add(make_request("C", [4] * 30, max_tokens=2))
+    steps = [shares(runner.step()[0]) for _ in range(5)]
+    assert steps == [
+        [("A", 8, 8)],
+        [("A", 16, 8)],
+        [("A", 24, 6), ("B", 0, 1), ("C", 0, 1)],
+        [("A", 30, 1), ("B", 1, 1), ("C", 1, 6)],
+        [("B", 2, 1), ("C", 7, 7)],
+    ]
+
+
+def test_groups_are_added_whole_or_not_at_all() -> None:
+    runner = Runner(make_config())
+    runner.add(make_request("A1", [1], max_tokens=1))
+    with pytest.raises(InvalidRequestError, match="'A1' is in use"):
+        runner.add_group(make_group("A", 2, [1]))
+    assert runner.scheduler.num_waiting == 1
+
+
+def test_requests_in_lockstep() -> None:
+    runner = Runner(make_config(max_num_seqs=3))
+    beams = runner.add_group(make_group("A", 2, [0, 1, 2, 3, 4, 0], max_tokens=3, lockstep=True))
+    runner.add_group(make_group("B", 2, [1], max_tokens=3, lockstep=True))
+    runner.add(make_request("C", [1], max_tokens=1))
+    # All of A has its seats from the start, which leaves one: too few for B, and C waits its turn.
+    assert shares(runner.step()[0]) == [("A0", 0, 6)]
+    assert runner.scheduler.num_running == 2
+    assert shares(runner.step()[0]) == [("A0", 6, 1), ("A1", 6, 1)]
+    assert shares(runner.step()[0]) == [("A0", 7, 1), ("A1", 7, 1)]
+    assert [beam.is_finished for beam in beams] == [True, True]
+    assert [beam.token_ids for beam in beams] == solo_beams([0, 1, 2, 3, 4, 0], 2, 3)
+    assert shares(runner.step()[0]) == [("B0", 0, 1), ("C", 0, 1)]
+    runner.drain()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"max_num_seqs": 2}, "n=3 beams are more than max_num_seqs=2"),
+        ({"max_num_batched_tokens": 2}, "n=3 beams are more than max_num_batched_tokens=2"),
+        ({}, "n=3 beams .* may need 13 KV blocks of 4 tokens, and the pool has 10"),
+    ],
+)
+def test_beams_that_can_never_run_together_are_refused(
+    changes: dict[str, int], complaint: str
+) -> None:
+    scheduler = Scheduler(make_config(**changes))
+    with pytest.raises(InvalidRequestError, match=complaint) as caught:
+        scheduler.add(make_group("A", 3, [1] * 6, max_tokens=14, lockstep=True))
+    assert caught.value.param == "n"

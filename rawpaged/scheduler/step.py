@@ -1,0 +1,45 @@
+"""One step while it is being put together."""
+
+from __future__ import annotations
+
+from rawpaged.request import Request
+from rawpaged.scheduler.kv_cache_manager import KVCacheManager
+from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
+
+
+class Step:
+    """What requests have been given so far, and what is left of the token budget."""
+
+    def __init__(self, budget: int, kv_cache_manager: KVCacheManager) -> None:
+        self.budget = budget
+        self.preempted: list[str] = []
+        self._scheduled: list[ScheduledRequest] = []
+        self._kv_cache_manager = kv_cache_manager
+
+    def give(self, request: Request, num_tokens: int) -> None:
+        """Schedules the next tokens of a request for which there is room."""
+        # A request whose every token has KV computes its last one again, for the logits.
+        start = min(request.num_computed_tokens, request.num_tokens - 1)
+        end = start + num_tokens
+        first_stored = request.num_computed_tokens
+        if first_stored < end:
+            has_room = self._kv_cache_manager.allocate_slots(request, end - first_stored)
+            assert has_room, f"no room for {num_tokens} tokens of {request.request_id}"
+        self._scheduled.append(
+            ScheduledRequest(
+                request.request_id,
+                tuple(request.token_ids[start:end]),
+                start,
+                self._kv_cache_manager.block_table(request.request_id, end),
+                samples=end == request.num_tokens,
+                first_stored=first_stored,
+            )
+        )
+        self.budget -= num_tokens
+
+    def output(self) -> SchedulerOutput:
+        return SchedulerOutput(
+            tuple(self._scheduled),
+            tuple(self.preempted),
+            block_copies=self._kv_cache_manager.take_block_copies(),
+        )
