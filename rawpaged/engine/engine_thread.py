@@ -166,10 +166,12 @@ class EngineThread:
                 error = RequestFailedError("the engine died; its log tells why")
                 self._processor.fail(request_id, error)
         finally:
-            try:
-                self._profiler.close()
-            finally:
-                self._engine.close()
+            for close in (self._profiler.close, self._engine.close):
+                try:
+                    close()
+                except Exception:
+                    # On a device that is lost, nothing can be given back.
+                    logger.exception("the engine did not end in order")
 
     def _take_commands(self) -> bool:
         """Apply what is queued, waiting for it when there is no work; False to end."""

@@ -9,12 +9,12 @@ import pytest
 
 from rawpaged import LLM
 from rawpaged.engine.engine import Engine
-from rawpaged.errors import RequestFailedError
+from rawpaged.errors import EngineClosedError, RequestFailedError
 from rawpaged.request import Request
 from rawpaged.sampling_params import SamplingParams
 from tests.engine.failing_memory import failing_memory
 from tests.engine.helpers import recorded_logits, request, run, tiny_engine
-from tests.tiny import engine_of
+from tests.tiny import engine_of, tiny_config, wait_until
 
 
 def test_the_handler_counts_and_fails() -> None:
@@ -117,3 +117,36 @@ def test_a_step_that_failed_keeps_nothing(llm: LLM, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RequestFailedError):
         llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
     assert seen == [0]
+
+
+def test_a_device_that_is_lost_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that /health tells: nothing that comes later could be served."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    llm = LLM(tiny_config())
+    backend = engine_of(llm).runner.backend
+    for name in ("sample", "release_unused"):
+        monkeypatch.setattr(backend, name, fail)
+    with pytest.raises(RequestFailedError, match="the engine died"):
+        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
+    wait_until(lambda: not llm._thread.is_running)
+    with pytest.raises(EngineClosedError):
+        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
+    llm.close()
+
+
+def test_closing_a_lost_device_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(tiny_config())
+    close = engine_of(llm).close
+
+    def fail() -> None:
+        close()
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(engine_of(llm), "close", fail)
+    llm.close()
+    assert "did not end in order" in caplog.text
