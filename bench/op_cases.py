@@ -114,7 +114,9 @@ def _linear(name: str, rows: int, in_features: int, out_features: int, dtype: st
     weight_bytes = item_bytes(dtype) * in_features * out_features
 
     def prepare(backend: Backend, rng: np.random.Generator) -> Prepared:
-        x, weight = normal(rng, rows, in_features), normal(rng, out_features, in_features)
+        # Rounded, as activations may be before they are multiplied.
+        x = stored(normal(rng, rows, in_features), "bfloat16")
+        weight = normal(rng, out_features, in_features)
         out = backend.empty((rows, out_features), "float32")
         copies = [backend.pack_linear(weight, None) for _ in range(cold_copies(weight_bytes))]
 

@@ -41,7 +41,7 @@ class EngineConfig:
     """Branch, tag or commit of a hub id."""
     device: str = "cpu"
     dtype: str = "auto"
-    """Type of weights and KV cache: bfloat16 or float32 on a CPU, whose arithmetic is float32;
+    """Type of weights and KV cache: bfloat16 or float32 on a CPU, which sums in float32;
     bfloat16 or float16 on a GPU, which sums in float32."""
     load_format: str = "auto"
     max_model_len: int | None = None

@@ -1,1 +1,1 @@
-"""The CPU backend: Numba kernels over NumPy arrays, float32 arithmetic."""
+"""The CPU backend: Numba kernels over NumPy arrays, sums in float32."""

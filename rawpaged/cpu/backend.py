@@ -27,7 +27,14 @@ from rawpaged.cpu.attention_work import AttentionWork, split_work
 from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.gather import gather_row_indices
 from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
-from rawpaged.cpu.linear import PackedLinear, embed_rows, linear_panels, pack_linear
+from rawpaged.cpu.linear import (
+    ROW_GRAIN,
+    LinearOp,
+    PackedLinear,
+    best_arithmetic,
+    embed_rows,
+    pack_linear,
+)
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.rope import rope_and_store_rows
@@ -39,10 +46,6 @@ from rawpaged.tracing import RangeSink
 Float32 = npt.NDArray[np.float32]
 
 # To take a part of an op costs a few hundred nanoseconds; these come to a microsecond and more.
-_ROW_GRAIN = 4096
-"""Elements of a row-wise op in a part, at least."""
-_LINEAR_GRAIN_BYTES = 32 << 10
-"""Weights in a part, at least."""
 _COPY_GRAIN_BYTES = 32 << 10
 """Bytes copied in a part, at least."""
 _EDIT_GRAIN = 512
@@ -59,6 +62,7 @@ class CpuBackend:
     def __init__(self, *, dtype: str, num_threads: int | None = None) -> None:
         self.dtype = dtype
         self._team = ThreadTeam(num_threads)
+        self._linear = LinearOp(self._team, best_arithmetic(dtype))
 
     @property
     def num_threads(self) -> int:
@@ -106,6 +110,7 @@ class CpuBackend:
         return memory_info()
 
     def release_unused(self) -> None:
+        self._linear.release()
         trim_heap()
 
     def close(self) -> None:
@@ -178,15 +183,13 @@ class CpuBackend:
 
     def linear(self, out: Float32, x: Float32, weight: LinearWeight) -> None:
         packed = _packed(weight)
-        panels = packed.panels
         _check(
             x.shape[1] == packed.in_features and out.shape == (len(x), packed.out_features),
             out=out,
             x=x,
-            panels=panels,
+            panels=packed.panels,
         )
-        grain = _LINEAR_GRAIN_BYTES // panels[0].nbytes
-        self._team.run(linear_panels, len(panels), out, x, panels, packed.bias, grain=grain)
+        self._linear(out, x, packed)
 
     def rope_and_store_kv(
         self,
@@ -333,7 +336,7 @@ class CpuBackend:
         count = len(sized)
         if count == 0:
             return
-        grain = max(1, _ROW_GRAIN * count // sized.size)
+        grain = max(1, ROW_GRAIN * count // sized.size)
         self._team.run(kernel, count, *args, grain=grain)
 
 

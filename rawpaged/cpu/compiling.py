@@ -9,7 +9,7 @@ without Python.
 
 Numba's cache notices a change of the file that defines a function, but not of a file it takes
 functions from. So the key of what is kept, and the name of the folder, hold a digest of all sources
-of this package.
+of this package and of the features that kernels are made for.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from numba.core.ccallback import CFunc
 
 from rawpaged.cache_dir import cache_dir
 from rawpaged.cpu.arguments import Kind, make_loader
+from rawpaged.cpu.features import FEATURES
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ _SIGNATURE = (types.int64,) * 3, types.void
 
 
 def _digest_of_sources() -> str:
-    digest = hashlib.blake2b(numba.__version__.encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{numba.__version__} {FEATURES}".encode(), digest_size=8)
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
@@ -55,9 +56,10 @@ class Kernel:
     a check in the loop would keep it from vectorising.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], *, variant: str = "") -> None:
+        """`variant` tells functions apart that are made by the same source."""
         self.__doc__ = function.__doc__
-        self._name = f"{function.__module__}.{function.__qualname__}"
+        self._name = f"{function.__module__}.{function.__name__}{variant and '_' + variant}"
         # What is not of this package is not in its digest.
         source = Path(inspect.getfile(function)).read_bytes()
         self._source = hashlib.sha256(source).hexdigest()

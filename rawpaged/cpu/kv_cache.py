@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rawpaged.backend import KVCache
 from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.microkernel import LANES
+from rawpaged.cpu.vector_ir import LANES
 from rawpaged.errors import BackendError
 
 

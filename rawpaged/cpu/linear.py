@@ -1,30 +1,52 @@
-"""Linear layers and the embedding: weights as panels of 32 columns, `[panel][k][32]`."""
+"""Linear layers and the embedding: weights as panels of 32 columns, and the loops over them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from numba import njit, types
+from numba.extending import overload
 
-from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.floats import as_float32
-from rawpaged.cpu.tiles import PANEL, accumulate
+from rawpaged.cpu.arguments import RowsOf
+from rawpaged.cpu.compiling import Kernel, kernel
+from rawpaged.cpu.features import FEATURES, CpuFeatures
+from rawpaged.cpu.floats import row_of, stored_like
+from rawpaged.cpu.panel_kernel import PANEL, Arithmetic, make_panel_kernel
+from rawpaged.cpu.threads import ThreadTeam
+
+_MOST_ROWS = 8 if FEATURES.avx512f else 4
+"""Rows of x that one pass over a panel takes: as many as there are registers for, or enough."""
+_BLOCK_ROWS = 128
+"""Rows of x that a panel is multiplied with at a time: some 20 us of work."""
+ROW_GRAIN = 4096
+"""Elements of a row-wise op in a part, at least: a microsecond."""
+_GRAIN_BYTES = 32 << 10
+"""Weights read in a part, at least: a microsecond."""
+
+
+def best_arithmetic(dtype: str, features: CpuFeatures = FEATURES) -> Arithmetic:
+    """The fastest way to multiply with weights of a type."""
+    if dtype == "float32":
+        return "float32"
+    return "bfloat16_dot" if features.avx512_bf16 else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """W [out_features, in_features]; W[p * 32 + j, k] is panels[p, k, j], zeros past the end."""
+    """W [out_features, in_features] in panels of 32 columns, zeros past both ends.
 
-    panels: npt.NDArray[Any]  # f32 or bfloat16 as u16 [num_panels, in_features, 32]
+    A word of four bytes is a float32, W[p * 32 + j, k] = panels[p, k, j], or two bfloat16: W[.., k]
+    is the lower half of panels[p, k // 2, j] for even k, the upper half for odd k.
+    """
+
+    panels: npt.NDArray[Any]  # f32 or u32[num_panels, steps, 32]
     bias: npt.NDArray[np.float32]  # f32[num_panels * 32], zeros where there is none
     out_features: int
-
-    @property
-    def in_features(self) -> int:
-        return int(self.panels.shape[1])
+    in_features: int
 
     @property
     def nbytes(self) -> int:
@@ -40,46 +62,161 @@ def pack_linear(
     packed_bias = np.zeros(num_panels * PANEL, np.float32)
     if bias is not None:
         packed_bias[:out_features] = bias
-    to = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-    panels = np.empty((num_panels, in_features, PANEL), to)
-    whole = out_features // PANEL
-    panels[:whole] = (
-        weight[: whole * PANEL].reshape(whole, PANEL, in_features).transpose(0, 2, 1)
-    )
-    if whole < num_panels:
-        panels[whole] = 0
-        panels[whole, :, : out_features - whole * PANEL] = weight[whole * PANEL :].T
+    word: npt.DTypeLike = np.float32
+    element: npt.DTypeLike = np.float32
     if dtype == "bfloat16":
-        panels = panels.view(np.uint16)
-    return PackedLinear(panels, packed_bias, out_features)
+        word, element = np.uint32, ml_dtypes.bfloat16
+    in_word = 4 // np.dtype(element).itemsize
+    steps = -(-in_features // in_word)
+    panels = np.empty((num_panels, steps, PANEL), word)
+    rows = np.zeros((PANEL, steps * in_word), element)
+    for panel in range(num_panels):
+        part = weight[panel * PANEL : (panel + 1) * PANEL]
+        rows[: len(part), :in_features] = part
+        rows[len(part) :] = 0
+        panels[panel] = rows.view(word).T
+    return PackedLinear(panels, packed_bias, out_features, in_features)
+
+
+class LinearOp:
+    """out = x @ W.T + bias in one kind of arithmetic; keeps room for prepared activations."""
+
+    def __init__(self, team: ThreadTeam, arithmetic: Arithmetic) -> None:
+        self._team = team
+        self._arithmetic = arithmetic
+        self._kernel = _KERNELS[arithmetic]
+        self._scratch = np.empty(0, np.uint8)
+
+    def __call__(
+        self, out: npt.NDArray[np.float32], x: npt.NDArray[np.float32], weight: PackedLinear
+    ) -> None:
+        """out f32[n, out_features]; x f32[n, in_features], rounded to bfloat16 for dots."""
+        panels = weight.panels
+        num_blocks = -(-len(x) // _BLOCK_ROWS)
+        self._team.run(
+            self._kernel,
+            len(panels) * num_blocks,
+            RowsOf(out),
+            RowsOf(self._prepare(x)),
+            panels,
+            weight.bias,
+            num_blocks,
+            grain=num_blocks * _GRAIN_BYTES // panels[0].nbytes,
+        )
+
+    def release(self) -> None:
+        """Give the room back."""
+        self._scratch = np.empty(0, np.uint8)
+
+    def _prepare(self, x: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """x as the kernel takes it."""
+        rows, columns = x.shape
+        if self._arithmetic == "bfloat16_dot":
+            prepared: npt.NDArray[Any] = self._room(rows, columns + columns % 2, np.uint16)
+            kernel = rounded_rows
+        elif self._arithmetic == "bfloat16" and columns % 2:
+            prepared = self._room(rows, columns + 1, np.float32)
+            kernel = padded_rows
+        else:
+            return x
+        grain = 1 + ROW_GRAIN // columns
+        self._team.run(kernel, rows, prepared, RowsOf(x), grain=grain)
+        return prepared
+
+    def _room(self, rows: int, columns: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        size = rows * columns * np.dtype(dtype).itemsize
+        if size > len(self._scratch):
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch[:size].view(dtype).reshape(rows, columns)
 
 
 @kernel
-def linear_panels(out, x, panels, bias, start, stop):
-    """out[:, 32 * start : 32 * stop] = x @ W.T + bias for panels [start, stop)."""
-    rows, k = x.shape
-    columns = out.shape[1]
-    for panel in range(start, stop):
-        first = panel * PANEL
-        whole = first + PANEL <= columns
-        tile = out[:, first : first + PANEL] if whole else np.empty((rows, PANEL), np.float32)
-        for row in range(rows):
-            for j in range(PANEL):
-                tile[row, j] = bias[first + j]
-        accumulate(
-            panels,
-            x.ctypes.data,
-            x.strides[0],
-            rows,
-            panels[panel].ctypes.data,
-            panels.strides[1],
-            tile.ctypes.data,
-            tile.strides[0],
-            PANEL,
-            k,
-        )
-        if not whole:
-            out[:, first:] = tile[:, : columns - first]
+def rounded_rows(out, x, start, stop):
+    """out u16[n, columns] = x as bfloat16, then a zero if x has an odd number of columns."""
+    for t in range(start, stop):
+        source = row_of(x, t)
+        target = out[t]
+        target[-1] = 0
+        for i in range(source.shape[0]):
+            target[i] = stored_like(source[i], out)
+
+
+@kernel
+def padded_rows(out, x, start, stop):
+    """out f32[n, columns + 1] = x, then a zero."""
+    for t in range(start, stop):
+        source = row_of(x, t)
+        target = out[t]
+        target[source.shape[0]] = 0
+        for i in range(source.shape[0]):
+            target[i] = source[i]
+
+
+def _make_tiles(arithmetic: Arithmetic, most_rows: int) -> Any:
+    """njit code for a tile of 1 to `most_rows` rows."""
+    tile = make_panel_kernel(arithmetic, most_rows)
+    if most_rows == 1:
+
+        @njit(nogil=True)
+        def single(rows, x, x_stride, panel, steps, bias, out, out_stride):
+            tile(x, x_stride, panel, steps, bias, out, out_stride)
+
+        return single
+    fewer_rows = _make_tiles(arithmetic, most_rows - 1)
+
+    @njit(nogil=True)
+    def tiles(rows, x, x_stride, panel, steps, bias, out, out_stride):
+        if rows == most_rows:
+            tile(x, x_stride, panel, steps, bias, out, out_stride)
+        else:
+            fewer_rows(rows, x, x_stride, panel, steps, bias, out, out_stride)
+
+    return tiles
+
+
+def _make_kernel(arithmetic: Arithmetic) -> Kernel:
+    most_rows = _MOST_ROWS
+    run_tile = _make_tiles(arithmetic, most_rows)
+
+    def linear_panels(out, x, panels, bias, num_blocks, start, stop):
+        """out = x @ W.T + bias for items [start, stop): panels times blocks of rows."""
+        steps = panels.shape[1]
+        scratch = np.empty((most_rows, PANEL), np.float32)
+        for item in range(start, stop):
+            panel = item // num_blocks
+            first = item % num_blocks * _BLOCK_ROWS
+            rows = min(_BLOCK_ROWS, x.num_rows - first)
+            column = panel * PANEL
+            columns = min(PANEL, out.columns - column)
+            num_tiles = (rows + most_rows - 1) // most_rows
+            for tile in range(num_tiles):
+                low = first + rows * tile // num_tiles
+                high = first + rows * (tile + 1) // num_tiles
+                target = out.address + low * out.stride + 4 * column
+                stride = out.stride
+                if columns < PANEL:
+                    target = scratch.ctypes.data
+                    stride = 4 * PANEL
+                run_tile(
+                    high - low,
+                    x.address + low * x.stride,
+                    x.stride,
+                    panels[panel].ctypes.data,
+                    steps,
+                    bias[column:].ctypes.data,
+                    target,
+                    stride,
+                )
+                if columns < PANEL:
+                    for row in range(low, high):
+                        row_of(out, row)[column:] = scratch[row - low, :columns]
+
+    return Kernel(linear_panels, variant=arithmetic)
+
+
+_KERNELS: dict[Arithmetic, Kernel] = {
+    arithmetic: _make_kernel(arithmetic) for arithmetic in get_args(Arithmetic)
+}
 
 
 @kernel
@@ -88,5 +225,28 @@ def embed_rows(out, token_ids, panels, start, stop):
     for t in range(start, stop):
         panel = token_ids[t] // PANEL
         column = token_ids[t] % PANEL
-        for k in range(out.shape[1]):
-            out[t, k] = as_float32(panels[panel, k, column])
+        _unpack(out[t], panels[panel, :, column])
+
+
+def _unpack(row: Any, words: Any) -> None:
+    """row = the elements in a column of words."""
+    raise TypeError("_unpack is for compiled code")
+
+
+@overload(_unpack)
+def _unpack_words(row, words):
+    if words.dtype == types.float32:
+
+        def floats(row, words):
+            row[:] = words
+
+        return floats
+
+    def pairs(row, words):
+        for step in range(row.shape[0] // 2):
+            row[2 * step] = np.uint32(words[step] << np.uint32(16)).view(np.float32)
+            row[2 * step + 1] = np.uint32(words[step] & np.uint32(0xFFFF0000)).view(np.float32)
+        if row.shape[0] % 2:
+            row[-1] = np.uint32(words[-1] << np.uint32(16)).view(np.float32)
+
+    return pairs

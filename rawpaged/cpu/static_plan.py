@@ -6,7 +6,7 @@ import numpy as np
 
 from rawpaged.backend import AttentionPlan, BatchMeta
 from rawpaged.cpu.attention_work import AttentionWork, split_work
-from rawpaged.cpu.microkernel import LANES
+from rawpaged.cpu.vector_ir import LANES
 
 MIN_BLOCK_SIZE = LANES
 

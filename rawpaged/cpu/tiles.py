@@ -12,7 +12,8 @@ from typing import Any
 from numba import njit, types
 from numba.extending import overload
 
-from rawpaged.cpu.microkernel import LANES, make_tile_kernel, most_tile_rows
+from rawpaged.cpu.microkernel import make_tile_kernel, most_tile_rows
+from rawpaged.cpu.vector_ir import LANES
 
 PANEL = 2 * LANES
 """Columns of the widest tile."""

@@ -1,0 +1,132 @@
+"""Small parts of kernels written as LLVM IR: addresses, vectors of sixteen, counted loops.
+
+Vectors are 16 lanes wide and LLVM splits them for narrower machines (AVX2, NEON), which changes the
+speed and not one bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+LANES = 16
+"""Floats in one vector."""
+
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32 = ir.FloatType()
+V16F = ir.VectorType(F32, LANES)
+V16I = ir.VectorType(I32, LANES)
+V16H = ir.VectorType(I16, LANES)
+V32H = ir.VectorType(I16, 2 * LANES)
+
+
+class BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+V32B = ir.VectorType(BFloat(), 2 * LANES)
+
+
+class VectorBuilder:
+    """An IR builder with the verbs that kernels are made of. Addresses are i64."""
+
+    def __init__(self, builder: Any, *, fused: bool) -> None:
+        self.builder = builder
+        self.fused = fused
+
+    def row_addresses(self, base: Any, stride: Any, rows: int) -> list[Any]:
+        """base, base + stride, ..."""
+        builder = self.builder
+        return [
+            builder.add(base, builder.mul(stride, I64(row))) if row else base
+            for row in range(rows)
+        ]
+
+    def at(self, base: Any, index: Any, stride: Any) -> Any:
+        """base + index * stride; the stride is an i64 or a number."""
+        if isinstance(stride, int):
+            stride = I64(stride)
+        return self.builder.add(base, self.builder.mul(index, stride))
+
+    def load(self, address: Any, type_: Any, offset: int = 0, *, align: int = 1) -> Any:
+        value = self.builder.load(self._pointer(address, type_, offset))
+        value.align = align
+        return value
+
+    def store(self, value: Any, address: Any, offset: int = 0, *, align: int = 1) -> None:
+        self.builder.store(value, self._pointer(address, value.type, offset)).align = align
+
+    def broadcast(self, scalar: Any) -> Any:
+        """Sixteen of it."""
+        type_ = ir.VectorType(scalar.type, LANES)
+        undefined = ir.Constant(type_, ir.Undefined)
+        lane0 = self.builder.insert_element(undefined, scalar, I32(0))
+        return self.builder.shuffle_vector(lane0, undefined, ir.Constant(V16I, [0] * LANES))
+
+    def constant(self, value: int) -> Any:
+        """Sixteen of an i32."""
+        return ir.Constant(V16I, [value] * LANES)
+
+    def zeros(self) -> Any:
+        return ir.Constant(V16F, [0.0] * LANES)
+
+    def multiply_add(self, a: Any, b: Any, total: Any) -> Any:
+        """total + a * b, rounded once where the machine can."""
+        if self.fused:
+            return self.call("llvm.fma.v16f32", V16F, a, b, total)
+        return self.builder.fadd(total, self.builder.fmul(a, b))
+
+    def bfloat16_dot(self, total: Any, a: Any, b: Any) -> Any:
+        """total + a0 * b0 + a1 * b1 in each lane; a and b are pairs as <16 x i32>. AVX512-BF16."""
+        cast = self.builder.bitcast
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return self.call(name, V16F, total, cast(a, V32B), cast(b, V32B))
+
+    def call(self, name: str, result: Any, *args: Any) -> Any:
+        """Call an LLVM intrinsic."""
+        module = self.builder.module
+        function = module.globals.get(name)
+        if function is None:
+            type_ = ir.FunctionType(result, [argument.type for argument in args])
+            function = ir.Function(module, type_, name)
+        return self.builder.call(function, args)
+
+    def loop(
+        self, count: Any, start: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]
+    ) -> list[Any]:
+        """values = body(index, values) for index in [0, count), at least once; the last values."""
+        builder = self.builder
+        before = builder.block
+        block = builder.append_basic_block("loop")
+        end = builder.append_basic_block("end")
+        builder.branch(block)
+        builder.position_at_end(block)
+        index = builder.phi(I64)
+        index.add_incoming(I64(0), before)
+        values = [builder.phi(value.type) for value in start]
+        for value, initial in zip(values, start, strict=True):
+            value.add_incoming(initial, before)
+        new = body(index, list(values))
+        next_index = builder.add(index, I64(1))
+        last = builder.block
+        builder.cbranch(builder.icmp_signed("<", next_index, count), block, end)
+        index.add_incoming(next_index, last)
+        for value, following in zip(values, new, strict=True):
+            value.add_incoming(following, last)
+        builder.position_at_end(end)
+        return new
+
+    def _pointer(self, address: Any, type_: Any, offset: int) -> Any:
+        moved = self.builder.add(address, I64(offset)) if offset else address
+        return self.builder.inttoptr(moved, type_.as_pointer())
