@@ -164,10 +164,14 @@ class KVCacheManager:
         table = self._allocations[request_id].block_table
         return tuple(table if num_tokens is None else table[: self._num_blocks(num_tokens)])
 
-    def unfilled_blocks(self, request: Request) -> list[int]:
-        """The end of the request's block table that its computed tokens do not fill."""
-        allocation = self._allocations[request.request_id]
-        return allocation.block_table[request.num_computed_tokens // self.block_size :]
+    def open_block(self, request: Request) -> tuple[int | None, int]:
+        """The block that the request's next token goes to, None if there is none yet.
+
+        And how many more of the request's blocks come after it, which nobody else has.
+        """
+        table = self._allocations[request.request_id].block_table
+        index = request.num_computed_tokens // self.block_size
+        return (table[index], len(table) - index - 1) if index < len(table) else (None, 0)
 
     def publish(self, request: Request) -> None:
         """Lets others find the request's full blocks below num_computed_tokens.

@@ -36,9 +36,13 @@ class KVStats:
     num_unfilled_slots: int
     """The other slots of blocks that hold a token at all."""
     num_reserved_slots: int
-    """Slots of used blocks that hold none yet."""
+    """Slots of used blocks that hold none yet: those of prompts that are computed in chunks."""
     num_evictions: int
     """Cached blocks given away so far."""
+    num_forks: int
+    """Requests that began with the blocks of another one so far."""
+    num_block_copies: int
+    """Blocks copied so far because one of their owners was to write to them."""
     num_preemptions: int
     """Requests that lost their blocks to older ones so far."""
     prefix_cache_queries: int
@@ -60,21 +64,22 @@ class KVStats:
 def count_open_slots(manager: KVCacheManager, requests: Iterable[Request]) -> tuple[int, int]:
     """(unfilled, reserved) slots of the blocks that `requests` hold, which are all that hold any.
 
-    Looks at the ends of block tables only, where tokens do not fill the blocks; all others are
-    full. A block at the end of several holds what the furthest of its owners has in it, and one
-    with more references than that is full, since it is not at the end for all.
+    A request's blocks are full up to its open one, and empty behind it. An open block that several
+    have holds what the furthest of them has in it. If one more has it, for whom it is not open, it
+    is full.
     """
     num_tokens_in: dict[int, int] = {}
-    num_ends: dict[int, int] = {}
-    for request in requests:
-        num_tokens = request.num_computed_tokens % manager.block_size
-        for block_id in manager.unfilled_blocks(request):
-            num_tokens_in[block_id] = max(num_tokens_in.get(block_id, 0), num_tokens)
-            num_ends[block_id] = num_ends.get(block_id, 0) + 1
-            num_tokens = 0
+    num_owners: dict[int, int] = {}
     unfilled = reserved = 0
+    for request in requests:
+        block_id, num_empty = manager.open_block(request)
+        reserved += num_empty * manager.block_size
+        if block_id is not None:
+            num_tokens = request.num_computed_tokens % manager.block_size
+            num_tokens_in[block_id] = max(num_tokens_in.get(block_id, 0), num_tokens)
+            num_owners[block_id] = num_owners.get(block_id, 0) + 1
     for block_id, num_tokens in num_tokens_in.items():
-        if manager.block_pool.ref_count(block_id) > num_ends[block_id]:
+        if manager.block_pool.ref_count(block_id) > num_owners[block_id]:
             continue
         if num_tokens == 0:
             reserved += manager.block_size

@@ -266,6 +266,8 @@ class Scheduler:
             num_unfilled_slots=unfilled,
             num_reserved_slots=reserved,
             num_evictions=pool.num_evictions,
+            num_forks=manager.num_forks,
+            num_block_copies=manager.num_block_copies,
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,

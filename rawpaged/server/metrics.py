@@ -45,12 +45,16 @@ COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "kv_block_evictions": "Cached KV blocks given away.",
+    "kv_block_copies": "KV blocks copied because one of several owners was to write to them.",
+    "kv_forks": "Requests that began with the KV blocks of another one.",
 }
 KV_TOTALS = {
     "num_preemptions": "num_preemptions",
     "prefix_cache_queries": "prefix_cache_queries",
     "prefix_cache_hits": "prefix_cache_hits",
     "kv_block_evictions": "num_evictions",
+    "kv_block_copies": "num_block_copies",
+    "kv_forks": "num_forks",
 }
 """Counters that follow a total of KVStats."""
 REQUEST_SUCCESS = ("request_success", "Requests ended, by reason.")

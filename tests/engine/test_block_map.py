@@ -12,7 +12,7 @@ from rawpaged import AsyncEngine, RequestOutputKind, SamplingParams
 from rawpaged.engine.block_map import BlockMap, make_block_map
 from rawpaged.errors import EngineClosedError, InvalidRequestError
 from rawpaged.request import RequestStatus
-from tests.scheduler.harness import Runner, make_config, make_request
+from tests.scheduler.harness import Runner, make_config, make_group, make_request
 from tests.tiny import engine_of, tiny_config
 
 
@@ -77,10 +77,11 @@ def test_every_step_of_a_crowded_pool(enable_prefix_caching: bool) -> None:
             enable_prefix_caching=enable_prefix_caching,
         )
     )
-    most_owners = num_cached = 0
+    most_owners = num_cached = num_shared_open = 0
     for number in range(60):
         prompt = [number % 3] * rng.randint(1, 12) + [number % 2] * rng.randint(0, 6)
-        runner.add(make_request(f"r{number}", prompt, rng.randint(1, 12)))
+        n = rng.choice((1, 1, 2, 3))
+        runner.add_group(make_group(f"r{number}", n, prompt, rng.randint(1, 12), lockstep=n == 2))
         for _ in range(rng.randint(0, 3)):
             runner.step()
             expected = looked_up(runner)
@@ -95,9 +96,13 @@ def test_every_step_of_a_crowded_pool(enable_prefix_caching: bool) -> None:
             assert whole.regions.cached == [
                 int(block.is_cached and block.ref_count == 0) for block in expected
             ]
+            num_shared_open += sum(
+                block.ref_count > 1 and block.num_tokens < 3 for block in expected
+            )
             most_owners = max(most_owners, *(len(block.owners) for block in expected))
             num_cached += sum(whole.regions.cached)
-    assert (most_owners > 2) is enable_prefix_caching
+    assert most_owners > 2
+    assert num_shared_open > 0
     assert (num_cached > 0) is enable_prefix_caching
 
 
@@ -110,19 +115,10 @@ def test_requests_are_told_without_their_tokens() -> None:
         runner.scheduler.pool_snapshot(), step=3, first_block=0, num_blocks=4
     )
     a, b = block_map.requests
-    assert (a.request_id, a.num_prompt_tokens, a.num_tokens, a.num_computed_tokens) == (
-        "a",
-        5,
-        6,
-        5,
-    )
-    assert (b.request_id, b.num_prompt_tokens, b.num_tokens, b.num_computed_tokens) == (
-        "b",
-        9,
-        9,
-        1,
-    )
-    assert (a.num_blocks, b.num_blocks) == (2, 1)
+    assert [a.request_id, b.request_id] == ["a", "b"]
+    assert (a.num_prompt_tokens, a.num_tokens, a.num_computed_tokens, a.num_blocks) == (5, 6, 5, 2)
+    # The blocks of a prompt that is computed in chunks are there from its first step on.
+    assert (b.num_prompt_tokens, b.num_tokens, b.num_computed_tokens, b.num_blocks) == (9, 9, 1, 3)
     assert (block_map.step, block_map.num_waiting, block_map.block_size) == (3, 1, 4)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 from rawpaged.request import RequestStatus
 from rawpaged.scheduler.kv_stats import KVStats
-from tests.scheduler.harness import Runner, make_config, make_request
+from tests.scheduler.harness import Runner, make_config, make_group, make_request
 
 
 def walked(runner: Runner) -> KVStats:
@@ -39,6 +39,8 @@ def walked(runner: Runner) -> KVStats:
         num_unfilled_slots=sum(block_id in touched for block_id in open_slots),
         num_reserved_slots=sum(block_id not in touched for block_id in open_slots),
         num_evictions=pool.num_evictions,
+        num_forks=manager.num_forks,
+        num_block_copies=manager.num_block_copies,
         num_preemptions=sum(r.num_preemptions for r in runner.requests.values()),
         prefix_cache_queries=scheduler.prefix_cache_queries,
         prefix_cache_hits=sum(r.num_cached_tokens for r in runner.requests.values()),
@@ -49,15 +51,36 @@ def pool_size(runner: Runner) -> int:
     return runner.scheduler.config.block_size
 
 
+def add_some(runner: Runner, rng: random.Random, number: int) -> None:
+    """A single request, one with three samples, or a search of two beams."""
+    n = rng.choice((1, 1, 2, 3))
+    runner.add_group(
+        make_group(
+            f"r{number}",
+            n,
+            [number % 3] * rng.randint(1, 12),
+            rng.randint(1, 12),
+            lockstep=n == 2,
+        )
+    )
+
+
 def test_every_step_of_a_crowded_pool() -> None:
+    """Chunked prompts, prefix hits, forks, copies, beams and preemption, all in one pool."""
     rng = random.Random(7)
-    runner = Runner(make_config(num_blocks=14, block_size=3, max_num_seqs=6, max_model_len=42))
+    runner = Runner(
+        make_config(
+            num_blocks=16,
+            block_size=3,
+            max_num_seqs=6,
+            max_model_len=42,
+            max_num_batched_tokens=8,
+        )
+    )
     seen = Counter[str]()
-    for number in range(40):
-        prompt = [number % 3] * rng.randint(1, 12)
-        runner.add(make_request(f"r{number}", prompt, rng.randint(1, 12)))
-        for _ in range(rng.randint(0, 4)):
-            runner.scheduler.kv_stats()
+    for number in range(60):
+        add_some(runner, rng, number)
+        for _ in range(rng.randint(0, 6)):
             runner.step()
             stats = runner.scheduler.kv_stats()
             assert stats == walked(runner)
@@ -68,14 +91,15 @@ def test_every_step_of_a_crowded_pool() -> None:
                 shared=stats.num_shared_blocks,
                 saved=stats.num_saved_blocks,
                 unfilled=stats.num_unfilled_slots,
+                reserved=stats.num_reserved_slots,
             )
-    runner.drain()
+    runner.drain(max_steps=1000)
     last = runner.scheduler.kv_stats()
     assert last == walked(runner)
     assert (last.num_used_blocks, last.num_block_refs, last.num_used_slots) == (0, 0, 0)
-    assert min(seen.values()) > 0
-    assert last.num_evictions > 0
-    assert last.num_preemptions > 0
+    assert len(seen) == 4
+    for total in (last.num_evictions, last.num_preemptions, last.num_forks, last.num_block_copies):
+        assert total > 0
 
 
 def test_the_text_book_case() -> None:

@@ -32,6 +32,8 @@ KV = KVStats(
     num_unfilled_slots=21,
     num_reserved_slots=16,
     num_evictions=7,
+    num_forks=2,
+    num_block_copies=1,
     num_preemptions=1,
     prefix_cache_queries=64,
     prefix_cache_hits=48,
@@ -40,7 +42,13 @@ STEP = StepStats(num_running=3, num_waiting=2, kv=KV, num_prompt_tokens=40, num_
 LATER = replace(
     STEP,
     kv=replace(
-        KV, num_preemptions=2, prefix_cache_queries=128, prefix_cache_hits=96, num_evictions=9
+        KV,
+        num_preemptions=2,
+        prefix_cache_queries=128,
+        prefix_cache_hits=96,
+        num_evictions=9,
+        num_forks=4,
+        num_block_copies=3,
     ),
 )
 REQUEST = RequestStats(
@@ -110,6 +118,8 @@ def test_values_under_both_names() -> None:
         "kv_slots_unfilled": 21,
         "kv_slots_reserved": 16,
         "kv_block_evictions_total": 9,
+        "kv_block_copies_total": 3,
+        "kv_forks_total": 4,
         "cache_config_info": 1,
         "engine_config_info": 1,
         "prompt_tokens_total": 80,

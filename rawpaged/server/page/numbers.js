@@ -31,6 +31,8 @@ export function readSample(metrics, time) {
     hits: value("prefix_cache_hits_total"),
     preemptions: value("num_preemptions_total"),
     evictions: value("kv_block_evictions_total"),
+    copies: value("kv_block_copies_total"),
+    forks: value("kv_forks_total"),
     finished: Object.fromEntries(
       finished.map(({ labels, value: number }) => [labels.finished_reason, number]),
     ),
@@ -112,7 +114,7 @@ export function showSlots(sample) {
   setRows(byId("slots"), [
     ["tokens", count(sample.slotsUsed), ofSlots(sample.slotsUsed), "key tokens"],
     ["unfilled", count(sample.slotsUnfilled), "ends of last blocks", "key unfilled"],
-    ["reserved", count(sample.slotsReserved), "not used yet", "key reserved"],
+    ["reserved", count(sample.slotsReserved), "for prompts under way", "key reserved"],
     ["cached blocks", count(sample.cached), "held by nobody", "key cached"],
     ["shared blocks", count(sample.shared), "with several owners"],
     [
@@ -130,7 +132,8 @@ export function showTotals(sample) {
   setRows(byId("totals"), [
     ["requests ended", count(sum), words.join(", ")],
     ["tokens", count(sample.generated), `after ${count(sample.prompted)} of prompts`],
+    ["forks", count(sample.forks), `${plural(sample.copies, "block")} copied on write`],
     ["preemptions", count(sample.preemptions)],
-    ["evicted blocks", count(sample.evictions)],
+    ["evictions", count(sample.evictions), "cached blocks given away"],
   ]);
 }
