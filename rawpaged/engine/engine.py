@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.model_runner import ModelRunner, StepResult
 from rawpaged.engine.op_recorder import OpRecorder
+from rawpaged.engine.request_progress import RequestProgress
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
-from rawpaged.engine.stats import EngineLimits, RequestStats, StatsLogger, StepStats
+from rawpaged.engine.stats import EngineLimits, StatsLogger, StepStats
 from rawpaged.engine.step_label import step_args, step_label
 from rawpaged.errors import BackendError, CheckpointError, InvalidRequestError, SleepError
 from rawpaged.request import FinishReason, Request, RequestGroup
@@ -41,18 +42,6 @@ class EngineOutput:
     error: str | None = None
 
 
-class _Progress:
-    """Times and prompt logprobs of one request while it runs."""
-
-    __slots__ = ("first_scheduled", "first_token", "last_token", "prompt_logprobs")
-
-    def __init__(self) -> None:
-        self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.prompt_logprobs: dict[int, PositionLogprobs] = {}
-
-
 class Engine:
     """Schedule, run, update. Not thread-safe; `step` blocks while the model runs."""
 
@@ -67,7 +56,7 @@ class Engine:
         self.tracer = Tracer()
         self._stats_logger = stats_logger
         self._requests: dict[str, Request] = {}
-        self._progress: dict[str, _Progress] = {}
+        self._progress: dict[str, RequestProgress] = {}
         self._counted = (0, 0)
         if stats_logger is not None:
             stats_logger.record_start(self._limits())
@@ -93,7 +82,7 @@ class Engine:
         self.scheduler.add(group)
         for request in group.requests:
             self._requests[request.request_id] = request
-            self._progress[request.request_id] = _Progress()
+            self._progress[request.request_id] = RequestProgress(request, self._stats_logger)
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -196,9 +185,7 @@ class Engine:
     def _note_scheduled(self, scheduled: SchedulerOutput) -> None:
         now = time.monotonic()
         for item in scheduled.scheduled:
-            progress = self._progress[item.request_id]
-            if progress.first_scheduled is None:
-                progress.first_scheduled = now
+            self._progress[item.request_id].note_scheduled(now)
 
     def _fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineOutput]:
         """End every request of a failed step; those not in it go on."""
@@ -229,7 +216,7 @@ class Engine:
     def _keep_prompt_logprobs(self, result: StepResult) -> None:
         for request_id, by_position in result.prompt_logprobs.items():
             if request_id in self._progress:
-                self._progress[request_id].prompt_logprobs.update(by_position)
+                self._progress[request_id].keep_prompt_logprobs(by_position)
 
     def _token_outputs(self, result: StepResult) -> list[EngineOutput]:
         now = time.monotonic()
@@ -237,19 +224,9 @@ class Engine:
         for request_id, token in result.sampled.items():
             request = self._requests.get(request_id)
             if request is not None:
-                self._note_token(request_id, request, now)
+                self._progress[request_id].note_token(now)
                 outputs.append(self._output(request, token.token_id, token.logprobs))
         return outputs
-
-    def _note_token(self, request_id: str, request: Request, now: float) -> None:
-        progress = self._progress[request_id]
-        if progress.first_token is None or progress.last_token is None:
-            progress.first_token = now
-            if self._stats_logger is not None:
-                self._stats_logger.record_first_token(now - request.arrival_time)
-        elif self._stats_logger is not None:
-            self._stats_logger.record_inter_token_latency(now - progress.last_token)
-        progress.last_token = now
 
     def _output(
         self,
@@ -261,8 +238,7 @@ class Engine:
         prompt_logprobs: list[PositionLogprobs | None] | None = None
         wanted = request.sampling_params.prompt_logprobs is not None and request.sample_index == 0
         if wanted and request.num_output_tokens == 1:
-            kept = self._progress[request.request_id].prompt_logprobs
-            prompt_logprobs = [kept.get(position) for position in range(request.num_prompt_tokens)]
+            prompt_logprobs = self._progress[request.request_id].prompt_logprobs()
         return EngineOutput(
             request.request_id,
             token_id,
@@ -275,10 +251,8 @@ class Engine:
         )
 
     def _forget(self, request: Request) -> None:
-        progress = self._progress.pop(request.request_id)
+        self._progress.pop(request.request_id).note_end()
         del self._requests[request.request_id]
-        if self._stats_logger is not None:
-            self._stats_logger.record_request(_request_stats(request, progress))
 
     def _record_step(self) -> None:
         if self._stats_logger is None:
@@ -320,29 +294,3 @@ def _failure_message(error: Exception, num_reqs: int) -> str:
             "lower max_num_batched_tokens or max_num_seqs, or leave more memory beside the KV pool"
         )
     return f"the engine failed in this step: {error}"
-
-
-def _request_stats(request: Request, progress: _Progress) -> RequestStats:
-    now = time.monotonic()
-    first, last = progress.first_token, progress.last_token
-    later_tokens = request.num_output_tokens - 1
-    assert request.finish_reason is not None
-    return RequestStats(
-        finish_reason=request.finish_reason.value,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_generation_tokens=request.num_output_tokens,
-        num_preemptions=request.num_preemptions,
-        queue_seconds=(
-            None
-            if progress.first_scheduled is None
-            else progress.first_scheduled - request.arrival_time
-        ),
-        time_to_first_token_seconds=None if first is None else first - request.arrival_time,
-        time_per_output_token_seconds=(
-            None
-            if first is None or last is None or later_tokens < 1
-            else (last - first) / later_tokens
-        ),
-        e2e_seconds=now - request.arrival_time,
-    )
