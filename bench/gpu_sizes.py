@@ -5,6 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.roofline import LLAMA_3_8B, Model, Step
+from rawpaged.gpu.tuned import FewRowsTile, GemmTile, LinearTile
+
+FEW_ROWS = tuple(
+    FewRowsTile(rows, groups, stages)
+    for rows in (8, 16, 32)
+    for groups, stages in ((1, 2), (1, 3), (2, 2), (2, 3))
+)
+MANY_ROWS = (
+    GemmTile(64, 64, 64, 4, 2, 2),
+    GemmTile(64, 128, 32, 4, 2, 4),
+    GemmTile(64, 128, 64, 3, 2, 4),
+    GemmTile(128, 64, 64, 3, 4, 2),
+    GemmTile(128, 128, 32, 4, 2, 4),
+    GemmTile(128, 128, 32, 4, 4, 4),
+    GemmTile(128, 128, 64, 3, 2, 4),
+    GemmTile(128, 128, 64, 3, 4, 4),
+)
+"""None of them spills with NVRTC 13.5 on sm_80, sm_89 and sm_90a."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +36,9 @@ class Sizes:
     """Query heads a KV head."""
     prefills: tuple[Step, ...]
     matmul_rows: tuple[int, ...]
+    tile_rows: tuple[int, ...]
+    tiles: tuple[LinearTile, ...]
+    """Candidates for gpu/tuned.py."""
     row_counts: tuple[int, ...]
     """Of the ops on activations and of sampling."""
     step_batches: tuple[int, ...]
@@ -43,6 +64,8 @@ FULL = Sizes(
         Step(1, 512, 8192),
     ),
     matmul_rows=(1, 2, 4, 8, 16, 32, 128, 512, 2048),
+    tile_rows=(8, 16, 32, 64, 256, 2048),
+    tiles=(*FEW_ROWS, *MANY_ROWS),
     row_counts=(1, 8, 64, 2048),
     step_batches=(1, 8, 64),
     step_context=1024,
@@ -66,6 +89,8 @@ REDUCED = Sizes(
     groups=(1, 4, 8),
     prefills=(Step(1, 24, 24), Step(2, 8, 40)),
     matmul_rows=(1, 8, 40),
+    tile_rows=(8, 40),
+    tiles=(FewRowsTile(8, 1, 3), GemmTile(64, 64, 64, 4, 2, 2)),
     row_counts=(1, 4),
     step_batches=(1, 3),
     step_context=40,

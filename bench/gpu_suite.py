@@ -53,6 +53,7 @@ STAGES = (
     Stage("attention.prefill", "bench.gpu_attention", "time_prefill", 60),
     Stage("transformers", "bench.gpu_transformers", "time_transformers", 90),
     Stage("row_ops", "bench.gpu_rowwise", "time_row_ops", 60),
+    Stage("tiles", "bench.gpu_tiles", "time_tiles", 90),
     Stage("sanitizer", "bench.gpu_sanitizer", "check_sanitizer", 200),
 )
 """In the order in which a session that is cut short would miss them least."""

@@ -21,8 +21,8 @@ from rawpaged.gpu.device import CudaDevice, Device
 _PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numba-cuda", "nvidia-cuda-nvrtc", "torch")
 _QUERY = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
 _FLOPS_A_CYCLE = {80: 2048, 86: 512, 89: 512, 90: 4096, 100: 8192, 120: 512}
-"""Of an SM: what data sheets say of A100, A40's and RTX 3090's chips, RTX 4090, H100, B200 and
-RTX 5090, with float32 sums and without sparsity, divided by SMs and boost clock."""
+"""Of an SM: what data sheets say of A100, RTX 3090, RTX 4090, H100, B200 and RTX 5090, with float32
+sums and without sparsity, by SMs and clock. Professional cards of 86 and 89 have twice that."""
 _CHUNK_ELEMENTS = 1_500_008
 """No power of two: an index that has lost its upper bits must not meet the same values."""
 
@@ -36,6 +36,11 @@ class Target(Protocol):
     @property
     def cache_bytes(self) -> int:
         """Of the last-level cache, which operands have to exceed to come from memory."""
+        ...
+
+    @property
+    def block_shared_bytes(self) -> int:
+        """The most shared memory that a block may ask for."""
         ...
 
     @property
@@ -80,6 +85,10 @@ class GpuTarget:
         return int(self._cupy.cuda.Device().attributes["L2CacheSize"])
 
     @property
+    def block_shared_bytes(self) -> int:
+        return int(self._cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+
+    @property
     def flops_per_s(self) -> float | None:
         kilohertz = int(self._cupy.cuda.Device().attributes["ClockRate"])
         return tensor_flops_per_s(
@@ -122,6 +131,7 @@ class SimulatedTarget:
     is_simulated = True
     cache_bytes = 1 << 12
     flops_per_s: float | None = None
+    block_shared_bytes = 227 * 1024
 
     def __init__(self, mode: Literal["check", "plain"] = "plain") -> None:
         from tests.hostsim.device import HostDevice

@@ -59,7 +59,10 @@ LinearTile = GemmTile | FewRowsTile
 
 _GEMM_64 = GemmTile(64, 64, 64, 4, 2, 2)
 _GEMM_64_128 = GemmTile(64, 128, 32, 4, 2, 4)
-_GEMM_128 = GemmTile(128, 128, 32, 4, 2, 4)
+# One CTA an SM: two accumulators of a slice-wise sum leave no registers for a second. Its warps
+# take 64x32, as shared memory feeds the tensor cores from sm_80 on no less; 64 deep, so that they
+# meet at half as many barriers. docs/log.md has the reasoning.
+_GEMM_128 = GemmTile(128, 128, 64, 3, 2, 4)
 
 _99_KIB: Mapping[int, LinearTile] = {
     8: FewRowsTile(8, 1, 2),  # two CTAs an SM

@@ -17,7 +17,7 @@
 //
 // A CTA holds STAGES tiles of BK columns of x (BM rows) and w (BN rows) in shared memory, swizzled;
 // STAGES - 1 are on their way (cp.async, 16 bytes each) while one is multiplied. Shared memory:
-// STAGES * (BM + BN) * BK * 2 bytes, 64 KiB for 128x128x32 in 4 stages.
+// STAGES * (BM + BN) * BK * 2 bytes, 96 KiB for 128x128x64 in 3 stages.
 //
 // Bytes from L2: (M K ceil(N / BN) + N K ceil(M / BM)) 2; from memory at least (M K + N K) 2 and
 // out. FLOPs: 2 M N K.

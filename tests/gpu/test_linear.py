@@ -40,7 +40,7 @@ Floats = npt.NDArray[Any]
 GEMM_TILES = (
     GemmTile(64, 64, 64, 4, 2, 2),
     GemmTile(64, 128, 32, 4, 2, 4),
-    GemmTile(128, 128, 32, 4, 2, 4),
+    GemmTile(128, 128, 64, 3, 2, 4),
 )
 FEW_ROWS_TILES = (
     FewRowsTile(8, 1, 2),
