@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -13,14 +12,11 @@ from bench.gpu_sizes import Sizes
 from bench.gpu_target import Target
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.engine import Engine
-from rawpaged.engine.model_runner import ModelRunner
-from rawpaged.engine.sampler import SampledToken
 from rawpaged.gpu.backend import CudaBackend
 from rawpaged.gpu.device import numpy_dtype
-from rawpaged.request import Request
 from rawpaged.weights.checkpoint import open_checkpoint
 from rawpaged.weights.loader import load_weights
-from tests.engine.helpers import LLAMA_FAMILY, TINY, golden, request, run
+from tests.engine.helpers import LLAMA_FAMILY, TINY, RecordingRunner, golden, request, run
 
 _TOLERANCE = {"float16": 8e-3, "bfloat16": 8e-2}
 """Of logits, whose standard deviation is 0.6 to 1; as in tests/gpu/test_engine.py."""
@@ -42,23 +38,18 @@ def check_engine(target: Target, recorder: Recorder, sizes: Sizes) -> None:
     recorder.check("engine/graphs equal eager steps", {"dtype": "bfloat16"}, check)
 
 
-class _Runner(ModelRunner):
-    """Keeps the bytes of the logits that tokens were sampled from; its pool begins as NaN."""
+class _Runner(RecordingRunner):
+    """Poisons blocks on the device."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def poison(self, block_ids: Sequence[int]) -> None:
         assert isinstance(self.backend, CudaBackend)
-        self.logits: defaultdict[str, list[bytes]] = defaultdict(list)
+        device = self.backend.device
         for cache in self.kv_caches:
-            nan = np.full(cache.keys.shape, np.nan, numpy_dtype(self.backend.dtype))
+            nan = np.full(cache.keys.shape[1:], np.nan, numpy_dtype(self.backend.dtype))
             for pool in (cache.keys, cache.values):
-                self.backend.device.write(pool, nan)
-        self.backend.device.synchronize()
-
-    def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
-        for each, row in zip(requests, self.backend.download(logits), strict=True):
-            self.logits[each.request_id].append(row.tobytes())
-        return super()._sample(logits, requests)
+                for block_id in block_ids:
+                    device.write(pool[block_id], nan)
+        device.synchronize()
 
 
 def _engine(

@@ -47,10 +47,10 @@ class RecordingRunner(ModelRunner):
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Fill these blocks with NaN."""
-        poison = np.nan if self.backend.dtype == "float32" else 0x7FC0
         for cache in self.kv_caches:
-            cache.keys[list(block_ids)] = poison
-            cache.values[list(block_ids)] = poison
+            for pool in (cache.keys, cache.values):
+                # The CPU's bfloat16 are bits in integers.
+                pool[list(block_ids)] = 0x7FC0 if pool.dtype == np.uint16 else np.nan
 
     def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
         rows = self.backend.download(logits)
