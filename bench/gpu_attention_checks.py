@@ -19,8 +19,8 @@ from rawpaged.gpu.attention import PagedAttention, RaggedBatch, Workspace
 from rawpaged.gpu.device import numpy_dtype
 from rawpaged.gpu.kv_cache import HEAD_DIMS, StoreKV, cache_shape
 from tests import reference
-from tests.gpu.caches import dequantised, poisoned_pool, quantised, raw
 from tests.ops.cases import ATTENTION_CASES, AttentionCase, make_meta, store_kv
+from tests.ops.kv_elements import dequantised, poisoned_pool, quantised, raw
 
 _LONG = AttentionCase("thousands", ((1, 5000), (200, 3000), (1, 257)), num_heads=8, head_dim=128)
 _MIXED = AttentionCase("mixed", ((20, 50), (1, 70), (1, 2), (2, 33), (1, 300)), num_heads=8)

@@ -13,6 +13,7 @@ from rawpaged.backend import (
     AttentionPlan,
     BatchMeta,
     KVCache,
+    KVScales,
     LinearWeight,
     LogitEdits,
     SamplingRows,
@@ -22,25 +23,20 @@ from rawpaged.backend import (
 )
 from rawpaged.errors import BackendError
 from rawpaged.gpu.activation import SiluAndMul
-from rawpaged.gpu.attention import PagedAttention, Workspace
 from rawpaged.gpu.block_copy import CopyBlocks
+from rawpaged.gpu.cache_ops import CacheOps
 from rawpaged.gpu.device import Device
 from rawpaged.gpu.embedding import Embedding
 from rawpaged.gpu.gather import GatherRows
-from rawpaged.gpu.kv_cache import bytes_per_block, cache_shape, check_cache_shape
 from rawpaged.gpu.linear import Linear, PackedLinear, as_packed, workspace_size
 from rawpaged.gpu.linear_kernels import Epilogue, Mode
 from rawpaged.gpu.logit_edits import EditLogits
 from rawpaged.gpu.norm import RmsNorm
 from rawpaged.gpu.packing import Layout, ReusedMemory, upload_together
-from rawpaged.gpu.rope import RopeStore
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.gpu.static_plan import DecodePlan
 from rawpaged.gpu.tuned import linear_tiles
 from rawpaged.tracing import RangeSink
-
-_WORKSPACE_ITEMS = 1024
-"""Partitions of decode attention in flight; more are done in rounds."""
 
 
 class CudaBackend:
@@ -53,21 +49,21 @@ class CudaBackend:
     name = "cuda"
     captures_on_demand = False
 
-    def __init__(self, device: Device, *, dtype: str) -> None:
-        if dtype not in ("bfloat16", "float16"):
-            raise BackendError(f"dtype={dtype!r}: the GPU kernels take bfloat16 or float16")
+    def __init__(
+        self, device: Device, *, dtype: str, kv_cache_dtype: str | None = None
+    ) -> None:
+        """kv_cache_dtype is "fp8_e4m3", "int8", or None for that of the weights."""
+        self.kv_cache_dtype = kv_cache_dtype or dtype
+        self._cache_ops = CacheOps(device, dtype=dtype, cache_dtype=self.kv_cache_dtype)
         self.dtype = dtype
         self.activation_dtype = dtype
         self.device = device
         self._norms: dict[int, RmsNorm] = {}
-        self._attentions: dict[tuple[int, ...], PagedAttention] = {}
         self._samplings: dict[int, Sampling] = {}
-        self._cache_shape: tuple[int, int] | None = None
         self._linear = self._make_linear()
         loader = device.loader
         self._gather = GatherRows(loader)
         self._embedding = Embedding(device)
-        self._rope_store = RopeStore(device)
         self._silu_and_mul = SiluAndMul(device)
         self._edit_logits = EditLogits(device)
         self._copy_blocks = CopyBlocks(device)
@@ -112,31 +108,26 @@ class CudaBackend:
         )
 
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
-        check_cache_shape(head_dim, block_size)
-        return bytes_per_block(num_kv_heads, head_dim, block_size, self.dtype)
+        return self._cache_ops.bytes_per_block(num_kv_heads, head_dim, block_size)
 
     def new_kv_cache(
-        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> KVCache:
-        check_cache_shape(head_dim, block_size)
-        self._cache_shape = (head_dim, block_size)
-        shape = cache_shape(num_blocks, num_kv_heads, head_dim, block_size)
-        return KVCache(
-            keys=self.device.empty(shape, self.dtype),
-            values=self.device.empty(shape, self.dtype),
-            block_size=block_size,
-        )
+        shape = (num_blocks, num_kv_heads, head_dim, block_size)
+        return self._cache_ops.new_kv_cache(*shape, scales)
 
     def new_host_kv_cache(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> KVCache:
-        check_cache_shape(head_dim, block_size)
-        shape = cache_shape(num_blocks, num_kv_heads, head_dim, block_size)
-        return KVCache(
-            keys=self.device.pinned(shape, self.dtype),
-            values=self.device.pinned(shape, self.dtype),
-            block_size=block_size,
-        )
+        return self._cache_ops.new_host_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
+
+    def kv_magnitudes(self, cache: KVCache, num_tokens: int) -> npt.NDArray[np.float32]:
+        return self._cache_ops.kv_magnitudes(cache, num_tokens)
 
     def memory_info(self) -> tuple[int, int]:
         return self.device.memory_info()
@@ -146,7 +137,7 @@ class CudaBackend:
 
     def close(self) -> None:
         """Forget every launcher with its workspace; arrays of others live on."""
-        for kept in (self._norms, self._attentions, self._samplings):
+        for kept in (self._norms, self._samplings, self._cache_ops):
             kept.clear()
         del self._linear, self._edit_logits
         del self._sampling_inputs, self._sampling_outputs, self._copied_pairs
@@ -166,7 +157,8 @@ class CudaBackend:
     # Execution
 
     def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
-        work = self._attention(num_heads, num_kv_heads).plan(meta.query_start_loc, meta.seq_lens)
+        attention = self._cache_ops.attention(num_heads, num_kv_heads)
+        work = attention.plan(meta.query_start_loc, meta.seq_lens)
         arrays: list[npt.NDArray[Any]] = [getattr(meta, field.name) for field in fields(meta)]
         first_of_work = len(arrays)
         work.upload(arrays.append)
@@ -181,7 +173,7 @@ class CudaBackend:
     def static_plans(
         self, *, num_heads: int, num_kv_heads: int, max_model_len: int
     ) -> StaticPlans | None:
-        attention = self._attention(num_heads, num_kv_heads)
+        attention = self._cache_ops.attention(num_heads, num_kv_heads)
         partitions = -(-max_model_len // attention.partition_tokens)
 
         buffer: Any = None
@@ -232,7 +224,7 @@ class CudaBackend:
         cos_sin: Any,
         slot_mapping: Any,
     ) -> None:
-        self._rope_store(q, k, v, positions, cos_sin, cache.keys, cache.values, slot_mapping)
+        self._cache_ops.rope_and_store_kv(cache, q, k, v, positions, cos_sin, slot_mapping)
 
     def copy_blocks(
         self,
@@ -258,9 +250,8 @@ class CudaBackend:
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        attention = self._attention(q.shape[1], cache.keys.shape[1])
-        attention(
-            out, q, cache.keys, cache.values, plan, scale=scale, sliding_window=sliding_window
+        self._cache_ops.paged_attention(
+            out, q, cache, plan, scale=scale, sliding_window=sliding_window
         )
 
     def silu_and_mul(self, out: Any, gate_up: Any) -> None:
@@ -319,29 +310,6 @@ class CudaBackend:
         if vocab_size not in self._samplings:
             self._samplings[vocab_size] = Sampling(self.device.loader, vocab_size=vocab_size)
         return self._samplings[vocab_size]
-
-    def _attention(self, num_heads: int, num_kv_heads: int) -> PagedAttention:
-        assert self._cache_shape is not None, "new_kv_cache comes first"
-        head_dim, block_size = self._cache_shape
-        key = (num_heads, num_kv_heads, head_dim, block_size)
-        if key not in self._attentions:
-            empty = self.device.empty
-            self._attentions[key] = PagedAttention(
-                self.device.loader,
-                dtype=self.dtype,
-                cache_dtype=self.dtype,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                block_size=block_size,
-                workspace=Workspace.allocate(
-                    lambda shape, dtype: empty(shape, np.dtype(dtype).name),
-                    _WORKSPACE_ITEMS,
-                    num_heads,
-                    head_dim,
-                ),
-            )
-        return self._attentions[key]
 
 
 def _packed(weight: LinearWeight) -> PackedLinear:

@@ -17,10 +17,14 @@ from typing import Any
 import numba.cuda
 import numpy as np
 
+from rawpaged.gpu.kv_elements import make_element
+
 cuda: Any = numba.cuda
 
 LABELS = {"bfloat16": "bf16", "float16": "f16"}
 """Names of T in kernels' names."""
+CACHE_LABELS = {"fp8_e4m3": "fp8", "int8": "int8"}
+"""Names of caches of bytes there."""
 
 _ONE = np.float32(1.0)
 _MOST = np.float32(80.0)
@@ -90,14 +94,19 @@ def make_silu_and_mul(dtype: str) -> Callable[..., None]:
     return _named(silu_and_mul, f"silu_and_mul_{LABELS[dtype]}")
 
 
-def make_rope_store(dtype: str) -> Callable[..., None]:
+def make_rope_store(dtype: str, cache_dtype: str) -> Callable[..., None]:
     """Rotate q in place, and write rotated k and v to their slots; threadIdx.y goes over heads.
 
-    In the half-split order.
+    In the half-split order. Numbers are rounded once, from float32 to the cache's type, whose
+    scales are read for caches of bytes only.
     """
     load, store = conversions(dtype)
+    element = make_element(store, cache_dtype)
+    is_scaled = cache_dtype != dtype
 
-    def rope_store(q, k, v, positions, cos_sin, cache_keys, cache_values, slots):
+    def rope_store(
+        q, k, v, positions, cos_sin, cache_keys, cache_values, slots, key_scale, value_scale
+    ):
         half = q.shape[2] // 2
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
         block_size = cache_keys.shape[2]
@@ -111,21 +120,27 @@ def make_rope_store(dtype: str) -> Callable[..., None]:
             ):
                 kv_head = h - num_heads
                 source = q[t, h] if kv_head < 0 else k[t, kv_head]
+                of_key = key_scale[kv_head] if is_scaled and kv_head >= 0 else _ONE
+                of_value = value_scale[kv_head] if is_scaled and kv_head >= 0 else _ONE
                 for i in range(cuda.threadIdx.x, half, cuda.blockDim.x):
                     low, high = load(source[i]), load(source[half + i])
                     cosine, sine = angles[i], angles[half + i]
-                    rotated_low = store(low * cosine - high * sine)
-                    rotated_high = store(high * cosine + low * sine)
+                    first = low * cosine - high * sine
+                    second = high * cosine + low * sine
                     if kv_head < 0:
-                        q[t, h, i] = rotated_low
-                        q[t, h, half + i] = rotated_high
+                        q[t, h, i] = store(first)
+                        q[t, h, half + i] = store(second)
                     elif slot >= 0:
-                        cache_keys[block, kv_head, offset, i] = rotated_low
-                        cache_keys[block, kv_head, offset, half + i] = rotated_high
-                        cache_values[block, kv_head, offset, i] = v[t, kv_head, i]
-                        cache_values[block, kv_head, offset, half + i] = v[t, kv_head, half + i]
+                        value, other = v[t, kv_head, i], v[t, kv_head, half + i]
+                        keys = cache_keys[block, kv_head, offset]
+                        values = cache_values[block, kv_head, offset]
+                        keys[i] = element(first, of_key)
+                        keys[half + i] = element(second, of_key)
+                        values[i] = element(load(value), of_value)
+                        values[half + i] = element(load(other), of_value)
 
-    return _named(rope_store, f"rope_store_{LABELS[dtype]}")
+    suffix = "" if cache_dtype == dtype else f"_{CACHE_LABELS[cache_dtype]}"
+    return _named(rope_store, f"rope_store_{LABELS[dtype]}{suffix}")
 
 
 def make_edit_logits() -> Callable[..., None]:

@@ -41,6 +41,29 @@ class LinearWeight(Protocol):
     def nbytes(self) -> int: ...
 
 
+LARGEST_ELEMENT = {"fp8_e4m3": 448.0, "int8": 127.0}
+"""The largest number that an element of a cache of bytes is, by kv_cache_dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """Scales of one layer's keys and values on the host, f32[num_kv_heads] each.
+
+    A cache of bytes holds x / scale, rounded to nearest even and clamped to the finite range.
+    Raises ValueError unless all are positive and finite.
+    """
+
+    keys: npt.NDArray[np.float32]
+    values: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        for scale in (self.keys, self.values):
+            if scale.dtype != np.float32 or scale.ndim != 1 or scale.shape != self.keys.shape:
+                raise ValueError(f"scales are {scale.dtype}{list(scale.shape)}, not f32[heads]")
+            if not (np.isfinite(scale) & (scale > 0)).all():
+                raise ValueError(f"scales must be positive and finite, not {scale.tolist()}")
+
+
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values of one layer; the layout is the backend's (`cpu/kv_cache.py`)."""
@@ -48,6 +71,8 @@ class KVCache:
     keys: Any
     values: Any
     block_size: int
+    key_scale: Any = None  # f32[num_kv_heads] for a cache of bytes, else None
+    value_scale: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +172,12 @@ class Backend(Protocol):
     def name(self) -> str: ...
     @property
     def dtype(self) -> str:
-        """Type of weights and KV cache: "bfloat16" or "float32"."""
+        """Type of weights: "bfloat16", "float16" or "float32"."""
+        ...
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Type of the KV cache: that of the weights, or "fp8_e4m3" or "int8"."""
         ...
 
     @property
@@ -186,13 +216,22 @@ class Backend(Protocol):
         ...
 
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
-        """Bytes of one block in one layer, padding included."""
+        """Bytes of one block in one layer as kv_cache_dtype, padding included."""
         ...
 
     def new_kv_cache(
-        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> KVCache:
-        """One layer's pool. Raises BackendError when the block size is not supported."""
+        """One layer's pool; raises BackendError when the block size is not supported.
+
+        With scales its elements are kv_cache_dtype, which is then one of bytes; without, they are
+        of the weights' type whatever kv_cache_dtype is.
+        """
         ...
 
     def new_host_kv_cache(
@@ -201,6 +240,13 @@ class Backend(Protocol):
         """One layer's pool in host memory, laid out like `new_kv_cache`'s, for `copy_blocks` alone.
 
         On a GPU it is pinned: the host cannot swap it out, and it is taken at once, all of it.
+        """
+        ...
+
+    def kv_magnitudes(self, cache: KVCache, num_tokens: int) -> npt.NDArray[np.float32]:
+        """Largest magnitude of keys and of values by head, f32[2, num_kv_heads] on the host.
+
+        Of the first slots of a pool without scales; NaN for a head that holds one.
         """
         ...
 
@@ -354,3 +400,11 @@ def check_block_pairs(
     within = {id(cache.keys) for cache in targets} & {id(cache.keys) for cache in sources}
     if within and len(np.intersect1d(pairs[:, 0], pairs[:, 1])) > 0:
         raise ValueError(f"a block is both read and written: {pairs.tolist()}")
+
+
+def check_scales(scales: KVScales, num_kv_heads: int, kv_cache_dtype: str) -> None:
+    """Raise ValueError unless a cache of kv_cache_dtype with so many heads has such scales."""
+    if kv_cache_dtype not in LARGEST_ELEMENT:
+        raise ValueError(f"a cache of {kv_cache_dtype} has no scales")
+    if scales.keys.shape != (num_kv_heads,):
+        raise ValueError(f"{len(scales.keys)} scales do not fit {num_kv_heads=}")

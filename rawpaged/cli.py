@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import rawpaged
-from rawpaged.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from rawpaged.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig
 from rawpaged.errors import ConfigError, InvalidRequestError, RawpagedError
 from rawpaged.workload import Workload, parse_range, parse_workload
 
@@ -116,7 +116,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "chat_template": {"help": "Jinja file or text to use instead of the model's own"},
         "revision": {"help": "branch, tag or commit of a hub id"},
         "device": {"choices": DEVICES},
-        "dtype": {"choices": DTYPES, "help": "of weights and KV cache in memory"},
+        "dtype": {"choices": DTYPES, "help": "of weights in memory"},
+        "kv_cache_dtype": {
+            "choices": KV_CACHE_DTYPES,
+            "help": "of the KV cache; auto: as the weights, fp8: fp8_e4m3",
+        },
         "load_format": {"choices": LOAD_FORMATS, "help": "dummy: random weights, for benchmarks"},
         "max_model_len": {"type": int, "help": "longest request in tokens, prompt and output"},
         "block_size": {"type": int, "help": "tokens in a KV block"},

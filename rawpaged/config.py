@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from rawpaged.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("cpu", "cuda")
 DEVICE_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16")}
 """Types of weights that a device's kernels take."""
 
-_STRINGS = ("model", "device", "dtype", "load_format")
+_STRINGS = ("model", "device", "dtype", "kv_cache_dtype", "load_format")
 _OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision")
 _INTEGERS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed")
 _OPTIONAL_INTEGERS = (
@@ -41,8 +42,11 @@ class EngineConfig:
     """Branch, tag or commit of a hub id."""
     device: str = "cpu"
     dtype: str = "auto"
-    """Type of weights and KV cache: bfloat16 or float32 on a CPU, which sums in float32;
-    bfloat16 or float16 on a GPU, which sums in float32."""
+    """Type of weights: bfloat16 or float32 on a CPU, bfloat16 or float16 on a GPU; sums are
+    float32 on both."""
+    kv_cache_dtype: str = "auto"
+    """Type of the KV cache. auto: that of the weights; fp8 is fp8_e4m3. Types of one byte have a
+    scale for each KV head, from the checkpoint or by calibration (docs/kv-cache.md)."""
     load_format: str = "auto"
     max_model_len: int | None = None
     """Longest request in tokens, prompt and output; None: what the model and the pool allow."""
@@ -71,8 +75,14 @@ class EngineConfig:
         for name, value, allowed in (
             ("device", self.device, DEVICES),
             ("dtype", self.dtype, DTYPES),
+            ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("load_format", self.load_format, LOAD_FORMATS),
         ):
+            if value == "fp8_e5m2":
+                raise ConfigError(
+                    f"{name}='fp8_e5m2' is not supported: with a scale for each head, fp8_e4m3 has "
+                    "range enough and twice the precision; say kv_cache_dtype='fp8_e4m3'"
+                )
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
         for name in (

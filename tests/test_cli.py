@@ -190,9 +190,10 @@ def test_no_byte_size(text: str) -> None:
 def test_every_flag_reaches_the_configuration() -> None:
     values = {
         "model": "m", "tokenizer": "t", "chat_template": "c", "revision": "r", "device": "cpu",
-        "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 11, "block_size": 32,
-        "num_gpu_blocks_override": 12, "kv_cache_memory_bytes": 13, "max_num_seqs": 14,
-        "max_num_batched_tokens": 15, "max_logprobs": 16, "num_threads": 17, "seed": 18,
+        "dtype": "bfloat16", "kv_cache_dtype": "fp8", "load_format": "dummy", "max_model_len": 11,
+        "block_size": 32, "num_gpu_blocks_override": 12, "kv_cache_memory_bytes": 13,
+        "max_num_seqs": 14, "max_num_batched_tokens": 15, "max_logprobs": 16, "num_threads": 17,
+        "seed": 18,
     }  # fmt: skip
     switches = {"enable_prefix_caching", "enforce_eager"}
     others = {"gpu_memory_utilization"}  # refused on a CPU, see test_memory_plan.py
@@ -299,7 +300,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         f"{LLAMA}: LlamaForCausalLM, 0.1M parameters",
         "weights      571.1 kB as float32",
         "workspace    1.573 MB",
-        "KV pool      995.3 kB: 81 blocks of 16 = 1296 tokens, 768 bytes a token",
+        "KV pool      995.3 kB: 81 blocks of 16 = 1296 tokens, 768 bytes a token as float32",
         "requests     2 of max_model_len=512 at once, up to max_num_seqs=64 in a step",
         "             11 of 100 tokens, paged; 2 if each reserved 512",
         "             81 of 16 tokens, paged; 2 if each reserved 512",

@@ -16,8 +16,18 @@ NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
 MAX_LISTED = 8
-# Tables that old versions of transformers saved and that follow from the configuration.
-DERIVED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+KV_SCALES = {
+    "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+    "v": ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+}
+"""Scales of keys and of values after `model.layers.<i>.self_attn.`: vLLM's names, ModelOpt's, and
+two that compressed-tensors has written; `kv_scale` is both."""
+# Tables that old versions of transformers saved and that follow from the configuration; scales
+# for a quantised KV cache, and of queries beside them.
+KNOWN = re.compile(
+    r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|model\.layers\.\d+\.self_attn\.(attn\.|[kv]_proj\.)?([qkv]|kv|output)_scale"
+)
 
 Shape = tuple[int, ...]
 
@@ -84,16 +94,17 @@ def validate_tensors(config: ModelConfig, tensors: TensorSource, where: str) -> 
             faults.append(f"{file}: tensor {stored!r} has unsupported type {tensors.dtype(name)}")
     if faults:
         raise CheckpointError(_listed(faults, separator="; "))
-    unused = [name for name in present - expected.keys() if not _is_derived(name, config)]
+    unused = [name for name in present - expected.keys() if not _is_known(name, config)]
     if unused:
         logger.warning(
             "%s: %d tensors are not used: %s", where, len(unused), _listed(sorted(unused))
         )
 
 
-def _is_derived(name: str, config: ModelConfig) -> bool:
+def _is_known(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor that is not a weight may be there: what is derived, and KV scales."""
     is_tied_head = config.tie_word_embeddings and name == LM_HEAD
-    return is_tied_head or DERIVED.fullmatch(name) is not None
+    return is_tied_head or KNOWN.fullmatch(name) is not None
 
 
 def _listed(names: list[str], separator: str = ", ") -> str:

@@ -6,6 +6,9 @@ sum, then the weighted values in the order of positions. Nothing that a row comp
 the rest of its tile, so chunking and batching cannot change a bit: keys that a row may not see
 get weight 0, and adding 0 * v is exact for the finite values that the request itself wrote.
 Slots past the tile's last key are never read as values (their scores are computed and ignored).
+
+Caches of bytes are widened to float32 block by block. Their scales are factors of a whole head, so
+they go into the queries and into the division by the sum.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from numba import njit
 from rawpaged.cpu.attention_work import TILE_ROWS
 from rawpaged.cpu.compiling import kernel
 from rawpaged.cpu.floats import exp, sum_of
+from rawpaged.cpu.kv_elements import widened, widening_scratch
 from rawpaged.cpu.tiles import accumulate
 
 _ZERO = np.float32(0.0)
-_ONE = np.float32(1.0)
 
 
 @njit(nogil=True)
@@ -46,6 +49,8 @@ def attention_tasks(
     q,  # f32[num_tokens, num_heads, head_dim]
     cache_keys,
     cache_values,
+    key_scale,  # f32[num_kv_heads], 1 for caches of floats
+    value_scale,
     positions,  # i32[num_tokens]
     block_tables,  # i32[num_reqs, max_blocks]
     tasks,  # i32[num_tasks, 4]
@@ -66,6 +71,8 @@ def attention_tasks(
     scores = np.empty((most_rows, padded), np.float32)
     sums = np.empty(most_rows, np.float32)
     weighted = np.empty((most_rows, width), np.float32)
+    key_scratch = widening_scratch(cache_keys)
+    value_scratch = widening_scratch(cache_values)
     for task in range(start, stop):
         request, head, first, last = tasks[task]
         rows = (last - first) * group
@@ -75,20 +82,21 @@ def attention_tasks(
         first_block = begin // block_size
         last_block = (end + block_size - 1) // block_size
 
+        key_factor = scale * key_scale[head]
         for t in range(first, last):
             for g in range(group):
                 source = q[t, head * group + g]
                 target = queries[(t - first) * group + g]
                 for i in range(head_dim):
-                    target[i] = source[i] * scale
+                    target[i] = source[i] * key_factor
         # scores[row, position - origin] for positions in [origin, last_block * block_size)
         origin = first_block * block_size
         scores[:rows, : last_block * block_size - origin] = _ZERO
         for block in range(first_block, last_block):
-            keys = cache_keys[table[block], head]
+            keys = widened(cache_keys, table[block], head, key_scratch)
             column = block * block_size - origin
             accumulate(
-                cache_keys,
+                keys,
                 queries.ctypes.data,
                 queries.strides[0],
                 rows,
@@ -108,10 +116,10 @@ def attention_tasks(
                 )
         weighted[:rows] = _ZERO
         for block in range(first_block, last_block):
-            values = cache_values[table[block], head]
+            values = widened(cache_values, table[block], head, value_scratch)
             column = block * block_size - origin
             accumulate(
-                cache_values,
+                values,
                 scores.ctypes.data + 4 * column,
                 scores.strides[0],
                 rows,
@@ -125,7 +133,7 @@ def attention_tasks(
         for t in range(first, last):
             for g in range(group):
                 row = (t - first) * group + g
-                inverse = _ONE / sums[row]
+                inverse = value_scale[head] / sums[row]
                 source = weighted[row]
                 target = out[t, head * group + g]
                 for i in range(head_dim):

@@ -13,12 +13,14 @@ from rawpaged.backend import (
     AttentionPlan,
     BatchMeta,
     KVCache,
+    KVScales,
     LinearWeight,
     LogitEdits,
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
     check_block_pairs,
+    check_scales,
 )
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.activation import silu_and_mul_rows
@@ -59,8 +61,12 @@ class CpuBackend:
     activation_dtype = "float32"
     captures_on_demand = True
 
-    def __init__(self, *, dtype: str, num_threads: int | None = None) -> None:
+    def __init__(
+        self, *, dtype: str, kv_cache_dtype: str | None = None, num_threads: int | None = None
+    ) -> None:
+        """kv_cache_dtype is "fp8_e4m3", "int8", or None for that of the weights."""
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype or dtype
         self._team = ThreadTeam(num_threads)
         self._linear = LinearOp(self._team, best_arithmetic(dtype))
 
@@ -93,18 +99,31 @@ class CpuBackend:
         return weight
 
     def kv_bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
-        item = 2 if self.dtype == "bfloat16" else 4
-        return item * kv_cache.elements_per_block(num_kv_heads, head_dim, block_size)
+        return kv_cache.bytes_per_block(num_kv_heads, head_dim, block_size, self.kv_cache_dtype)
 
     def new_kv_cache(
-        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> KVCache:
-        return kv_cache.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size, self.dtype)
+        cache_dtype = self.dtype
+        if scales is not None:
+            check_scales(scales, num_kv_heads, self.kv_cache_dtype)
+            cache_dtype = self.kv_cache_dtype
+        shape = (num_blocks, num_kv_heads, head_dim, block_size)
+        return kv_cache.new_kv_cache(*shape, cache_dtype, scales)
 
     def new_host_kv_cache(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> KVCache:
-        return self.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
+        shape = (num_blocks, num_kv_heads, head_dim, block_size)
+        return kv_cache.new_kv_cache(*shape, self.kv_cache_dtype, None)
+
+    def kv_magnitudes(self, cache: KVCache, num_tokens: int) -> npt.NDArray[np.float32]:
+        return kv_cache.magnitudes(cache, num_tokens)
 
     def memory_info(self) -> tuple[int, int]:
         return memory_info()
@@ -213,8 +232,19 @@ class CpuBackend:
             cos_sin=cos_sin,
             cache=cache.keys,
         )
-        pools = (cache.keys, cache.values)
-        self._rows(rope_and_store_rows, q, *pools, q, k, v, positions, cos_sin, slot_mapping)
+        self._rows(
+            rope_and_store_rows,
+            q,
+            cache.keys,
+            cache.values,
+            q,
+            k,
+            v,
+            positions,
+            cos_sin,
+            slot_mapping,
+            *kv_cache.scales_of(cache),
+        )
 
     def copy_blocks(
         self,
@@ -260,6 +290,7 @@ class CpuBackend:
             q,
             cache.keys,
             cache.values,
+            *kv_cache.scales_of(cache),
             plan.positions,
             plan.block_tables,
             work.tasks,

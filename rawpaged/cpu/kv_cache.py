@@ -3,21 +3,32 @@
 keys    [num_blocks, num_kv_heads, head_dim, block_size]    16 keys side by side for the scores
 values  [num_blocks, num_kv_heads, block_size, value_dim]   value_dim: head_dim rounded up to 16
 
-Elements are float32, or bfloat16 held in uint16. A block is what moves, is shared and is copied.
+Elements are float32, bfloat16 held in uint16, e4m3 held in uint8, or int8; the last two have a
+scale a KV head for keys and for values. A block is what moves, is shared and is copied.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from rawpaged.backend import KVCache
+from rawpaged.backend import KVCache, KVScales
 from rawpaged.cpu.compiling import kernel
 from rawpaged.cpu.vector_ir import LANES
 from rawpaged.errors import BackendError
+
+ELEMENTS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+    "fp8_e4m3": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+}
+"""Types of a cache by name, as their elements are held."""
 
 
 def value_dim(head_dim: int) -> int:
@@ -25,25 +36,58 @@ def value_dim(head_dim: int) -> int:
     return -(-head_dim // LANES) * LANES
 
 
-def elements_per_block(num_kv_heads: int, head_dim: int, block_size: int) -> int:
+def bytes_per_block(num_kv_heads: int, head_dim: int, block_size: int, cache_dtype: str) -> int:
     """Keys and values of one block in one layer, padding included."""
-    return num_kv_heads * block_size * (head_dim + value_dim(head_dim))
+    elements = num_kv_heads * block_size * (head_dim + value_dim(head_dim))
+    return elements * ELEMENTS[cache_dtype].itemsize
 
 
 def new_kv_cache(
-    num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str
+    num_blocks: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    cache_dtype: str,
+    scales: KVScales | None,
 ) -> KVCache:
     """A zeroed pool; memory is taken from the system as blocks are first written."""
     if block_size % LANES:
         raise BackendError(
             f"block_size={block_size} is not a multiple of {LANES}, as the CPU backend needs"
         )
-    element = np.uint16 if dtype == "bfloat16" else np.float32
+    element = ELEMENTS[cache_dtype]
     return KVCache(
         keys=np.zeros((num_blocks, num_kv_heads, head_dim, block_size), element),
         values=np.zeros((num_blocks, num_kv_heads, block_size, value_dim(head_dim)), element),
         block_size=block_size,
+        key_scale=None if scales is None else scales.keys,
+        value_scale=None if scales is None else scales.values,
     )
+
+
+def scales_of(cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """A cache's scales f32[num_kv_heads], as kernels take them: ones for a cache of floats."""
+    if cache.key_scale is not None:
+        return cache.key_scale, cache.value_scale
+    unit = _unit_scale(cache.keys.shape[1])
+    return unit, unit
+
+
+@lru_cache
+def _unit_scale(num_kv_heads: int) -> npt.NDArray[np.float32]:
+    return np.ones(num_kv_heads, np.float32)
+
+
+def magnitudes(cache: KVCache, num_tokens: int) -> npt.NDArray[np.float32]:
+    """Largest of keys and of values by head, f32[2, num_kv_heads], in the first slots."""
+    assert cache.key_scale is None, "for a cache of floats"
+    by_slot = (np.moveaxis(cache.keys, 3, 1), np.moveaxis(cache.values, 2, 1))
+    found = []
+    for pool in by_slot:
+        tokens = pool.reshape(-1, *pool.shape[2:])[:num_tokens]
+        floats = tokens.view(ml_dtypes.bfloat16) if tokens.dtype == np.uint16 else tokens
+        found.append(np.abs(floats.astype(np.float32)).max(axis=(0, 2)))
+    return np.array(found, np.float32)
 
 
 def as_words(pool: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

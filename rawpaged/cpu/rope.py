@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.floats import stored_like
+from rawpaged.cpu.kv_elements import stored_scaled
 
 
 @kernel
@@ -22,6 +22,8 @@ def rope_and_store_rows(
     positions,
     cos_sin,  # f32[max_len, head_dim], cosines, then sines
     slot_mapping,
+    key_scale,  # f32[num_kv_heads], read for caches of bytes
+    value_scale,
     start,
     stop,
 ):
@@ -48,8 +50,8 @@ def rope_and_store_rows(
             values = cache_values[block, h, offset]
             source = v[t, h]
             for i in range(rotated.shape[0]):
-                keys[i] = stored_like(rotated[i], cache_keys)
-                values[i] = stored_like(source[i], cache_values)
+                keys[i] = stored_scaled(rotated[i], key_scale[h], cache_keys)
+                values[i] = stored_scaled(source[i], value_scale[h], cache_values)
 
 
 @njit(nogil=True)

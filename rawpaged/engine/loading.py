@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rawpaged.backend import Backend
+from rawpaged.backend import Backend, KVScales
 from rawpaged.config import EngineConfig
 from rawpaged.devices import open_backend
 from rawpaged.engine.admission import Admission
@@ -23,6 +23,7 @@ from rawpaged.engine.memory_plan import (
     is_measured,
     make_plan,
     resolve_dtype,
+    resolve_kv_cache_dtype,
     scheduler_config,
 )
 from rawpaged.engine.model_runner import ModelRunner
@@ -35,6 +36,7 @@ from rawpaged.models.weights import LlamaWeights
 from rawpaged.tokenization.gguf_tokenizer import load_tokenizer_from_gguf
 from rawpaged.tokenization.tokenizer import Tokenizer, load_tokenizer_from_directory
 from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint, read_model_config
+from rawpaged.weights.kv_scales import read_kv_scales
 from rawpaged.weights.loader import dummy_weights, load_weights
 
 logger = logging.getLogger(__name__)
@@ -62,9 +64,7 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
     )
     model = checkpoint.model_config
     tokenizer = _load_tokenizer(config, checkpoint)
-    backend = open_backend(
-        config.device, dtype=resolve_dtype(config, model), num_threads=config.num_threads
-    )
+    backend = _open_backend(config, model, config.num_threads)
     try:
         plan, runner = _make_runner(config, checkpoint, backend)
     except MemoryError as error:
@@ -91,6 +91,7 @@ def _make_runner(
     model = checkpoint.model_config
     plan = make_plan(config, model, backend)
     check_memory(plan, backend)
+    kv_scales: Sequence[KVScales] | None = read_kv_scales(checkpoint, backend.kv_cache_dtype)
     logger.info("%s: %s\n%s", config.model, model.architecture, plan.describe())
     others_bytes = _used_bytes(backend)
     started = time.monotonic()
@@ -112,7 +113,13 @@ def _make_runner(
     started = time.monotonic()
     if is_measured(config):
         small = replace(plan, num_blocks=1)
-        runner = new_runner(num_blocks=1, max_model_len=plan.max_model_len, enforce_eager=True)
+        runner = new_runner(
+            num_blocks=1,
+            max_model_len=plan.max_model_len,
+            kv_scales=kv_scales,
+            enforce_eager=True,
+        )
+        kv_scales = runner.kv_scales
         used_bytes = _used_by_largest_steps(config, small, runner)
         measured = Measured(
             others_bytes=others_bytes,
@@ -124,6 +131,7 @@ def _make_runner(
     runner = new_runner(
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
+        kv_scales=kv_scales,
         enforce_eager=config.enforce_eager,
     )
     warm_up(runner)
@@ -156,11 +164,21 @@ def _used_bytes(backend: Backend) -> int:
 def plan_only(config: EngineConfig) -> tuple[ModelConfig, MemoryPlan]:
     """The memory plan of a model whose weights need not be here."""
     model = read_model_config(config.model, revision=config.revision)
-    backend = open_backend(config.device, dtype=resolve_dtype(config, model), num_threads=1)
+    backend = _open_backend(config, model, num_threads=1)
     try:
         return model, make_plan(config, model, backend)
     finally:
         backend.close()
+
+
+def _open_backend(config: EngineConfig, model: ModelConfig, num_threads: int | None) -> Backend:
+    dtype = resolve_dtype(config, model)
+    return open_backend(
+        config.device,
+        dtype=dtype,
+        kv_cache_dtype=resolve_kv_cache_dtype(config, dtype),
+        num_threads=num_threads,
+    )
 
 
 def _load_weights(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> LlamaWeights:

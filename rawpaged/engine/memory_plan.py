@@ -19,6 +19,7 @@ class MemoryPlan:
     """The division of memory, in bytes, and the limits that follow from it."""
 
     dtype: str
+    kv_cache_dtype: str
     weights_bytes: int
     workspace_bytes: int
     bytes_per_token: int
@@ -54,7 +55,8 @@ class MemoryPlan:
             f"weights      {_size(self.weights_bytes)} as {self.dtype}",
             f"workspace    {_size(self.workspace_bytes)}",
             f"KV pool      {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
-            f"= {self.num_tokens} tokens, {self.bytes_per_token} bytes a token",
+            f"= {self.num_tokens} tokens, {self.bytes_per_token} bytes a token as "
+            f"{self.kv_cache_dtype}",
             f"requests     {self.paged_requests(self.max_model_len)} of max_model_len="
             f"{self.max_model_len} at once, up to max_num_seqs={self.max_num_seqs} in a step",
         ]
@@ -88,6 +90,11 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
     return model.dtype if model.dtype in DEVICE_DTYPES[config.device] else "bfloat16"
+
+
+def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
+    """"auto": the type of the weights; "fp8": e4m3, as in vLLM."""
+    return {"auto": dtype, "fp8": "fp8_e4m3"}.get(config.kv_cache_dtype, config.kv_cache_dtype)
 
 
 def make_plan(
@@ -128,6 +135,7 @@ def make_plan(
         )
     return MemoryPlan(
         dtype=backend.dtype,
+        kv_cache_dtype=backend.kv_cache_dtype,
         weights_bytes=weights,
         workspace_bytes=workspace,
         bytes_per_token=bytes_per_block // config.block_size,

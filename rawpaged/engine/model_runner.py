@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rawpaged.backend import Backend, BatchMeta
+from rawpaged.backend import LARGEST_ELEMENT, Backend, BatchMeta, KVCache, KVScales
 from rawpaged.engine.decode_graphs import DecodeGraphs, is_decode
 from rawpaged.engine.input_batch import make_batch
+from rawpaged.engine.kv_scales import calibrate_kv_scales
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.sampler import (
     LogitsCopy,
@@ -41,6 +42,7 @@ class StepResult:
 class ModelRunner:
     """One model with its KV pool. `close()` gives the memory back, `sleep()` lends it out.
 
+    `kv_scales` are those of every layer; a cache of bytes that comes without is calibrated, once.
     `reload_weights` gives the weights once more, for waking from a sleep without them.
     """
 
@@ -55,6 +57,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
+        kv_scales: Sequence[KVScales] | None = None,
         enforce_eager: bool = False,
         progress: bool = False,
         reload_weights: Callable[[], LlamaWeights] | None = None,
@@ -71,6 +74,7 @@ class ModelRunner:
         """0: awake; 1: the weights lie in host memory; 2: they are gone."""
         self._resting: LlamaWeights | None = None
         self._reload_weights = reload_weights
+        self.kv_scales = kv_scales
         self._num_blocks = num_blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
@@ -93,12 +97,7 @@ class ModelRunner:
         )
         self.model.set_tracer(self._tracer, self._ops)
         self._logits_copy = LogitsCopy(self._max_num_seqs)
-        self.kv_caches = [
-            backend.new_kv_cache(
-                self._num_blocks, config.num_kv_heads, config.head_dim, self.block_size
-            )
-            for _ in range(config.num_layers)
-        ]
+        self.kv_caches = self._new_pool()
         plans = None
         if not self._enforce_eager:
             plans = backend.static_plans(
@@ -116,6 +115,21 @@ class ModelRunner:
                 most_reqs=min(self._max_num_seqs, self._max_num_batched_tokens),
                 progress=self._progress,
             )
+
+    def _new_pool(self) -> list[KVCache]:
+        """Every layer's cache, whose scales are found first if they are needed."""
+        config, backend = self.config, self.backend
+        if self.kv_scales is None and backend.kv_cache_dtype in LARGEST_ELEMENT:
+            self.kv_scales = calibrate_kv_scales(
+                self.model,
+                backend,
+                block_size=self.block_size,
+                max_num_batched_tokens=self._max_num_batched_tokens,
+                max_model_len=self._max_model_len,
+            )
+        shape = (self._num_blocks, config.num_kv_heads, config.head_dim, self.block_size)
+        scales: Sequence[KVScales | None] = self.kv_scales or [None] * config.num_layers
+        return [backend.new_kv_cache(*shape, each) for each in scales]
 
     def free(self) -> None:
         """Drop everything but the weights' owner's; the runner can only be closed afterwards."""

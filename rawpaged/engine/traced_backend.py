@@ -13,6 +13,7 @@ from rawpaged.backend import (
     Backend,
     BatchMeta,
     KVCache,
+    KVScales,
     LinearWeight,
     LogitEdits,
     SamplingRows,
@@ -39,6 +40,10 @@ class TracedBackend:
     @property
     def dtype(self) -> str:
         return self._inner.dtype
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        return self._inner.kv_cache_dtype
 
     @property
     def activation_dtype(self) -> str:
@@ -76,14 +81,22 @@ class TracedBackend:
         return self._inner.kv_bytes_per_block(num_kv_heads, head_dim, block_size)
 
     def new_kv_cache(
-        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> KVCache:
-        return self._inner.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
+        return self._inner.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size, scales)
 
     def new_host_kv_cache(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> KVCache:
         return self._inner.new_host_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
+
+    def kv_magnitudes(self, cache: KVCache, num_tokens: int) -> npt.NDArray[np.float32]:
+        return self._inner.kv_magnitudes(cache, num_tokens)
 
     def memory_info(self) -> tuple[int, int]:
         return self._inner.memory_info()

@@ -52,6 +52,8 @@ class ModelConfig:
     """Per layer: how many last positions, its own among them, a query sees; None: all."""
     dtype: str = "float32"
     """Type the checkpoint declares: "float32", "bfloat16" or "float16"."""
+    kv_scale_dtype: str | None = None
+    """Type of cache that the checkpoint's KV scales are for, if it says: "fp8_e4m3" or "int8"."""
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
 

@@ -13,6 +13,7 @@ from rawpaged.errors import CheckpointError
 from rawpaged.models import limits
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.fields import Fields, show
+from rawpaged.models.hf_quantization import parse_kv_scale_dtype
 from rawpaged.models.hf_rope import parse_hf_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -84,6 +85,7 @@ def parse_hf_config(
         qk_norm=architecture == "Qwen3ForCausalLM",
         sliding_windows=_sliding_windows(fields, architecture, num_layers, max_positions),
         dtype=_dtype(fields),
+        kv_scale_dtype=parse_kv_scale_dtype(fields),
         bos_token_id=_bos_token_id(fields, vocab_size, defaults),
         eos_token_ids=_eos_token_ids(fields, generation_config, vocab_size, defaults),
     )
@@ -113,13 +115,6 @@ def _architecture(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", "is not supported; supported: silu")
-    for key in ("quantization_config", "compression_config"):
-        if fields.has(key):
-            raise fields.error(
-                key,
-                "is not supported: safetensors weights must be F32, F16 or BF16 "
-                "(quantised models are read as GGUF files)",
-            )
 
 
 def _num_kv_heads(fields: Fields, num_heads: int, defaults: _Architecture) -> int:

@@ -19,6 +19,7 @@ from rawpaged.request import Request, RequestGroup
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.weights.checkpoint import open_checkpoint
 from rawpaged.weights.loader import load_weights
+from tests.ops.kv_elements import poison_for
 
 TINY = Path(__file__).parent.parent / "golden" / "tiny"
 LLAMA_FAMILY = (
@@ -37,7 +38,8 @@ LLAMA_FAMILY = (
 class RecordingRunner(ModelRunner):
     """Keeps the bytes of every row of logits that a token was sampled from, and poisons the pool.
 
-    A block that a kernel reads where nothing was written turns logits into NaN.
+    A block that a kernel reads where nothing was written turns logits into NaN, or, where a cache
+    has none, into others.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,11 +48,10 @@ class RecordingRunner(ModelRunner):
         self.poison(range(kwargs["num_blocks"]))
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Fill these blocks with NaN."""
+        """Fill these blocks with NaN, or what shows like it."""
         for cache in self.kv_caches:
             for pool in (cache.keys, cache.values):
-                # The CPU's bfloat16 are bits in integers.
-                pool[list(block_ids)] = 0x7FC0 if pool.dtype == np.uint16 else np.nan
+                pool[list(block_ids)] = poison_for(pool)
 
     def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
         rows = self.backend.download(logits)
@@ -63,6 +64,7 @@ def tiny_engine(
     name: str = "llama",
     *,
     dtype: str = "float32",
+    kv_cache_dtype: str | None = None,
     num_blocks: int = 64,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 64,
@@ -72,7 +74,9 @@ def tiny_engine(
 ) -> Engine:
     """An engine over a golden checkpoint, its runner a RecordingRunner."""
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
-    backend = open_backend("cpu", dtype=dtype, num_threads=num_threads)
+    backend = open_backend(
+        "cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads
+    )
     runner = RecordingRunner(
         checkpoint.model_config,
         load_weights(checkpoint, backend, progress=False),

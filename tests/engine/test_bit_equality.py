@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ import pytest
 from rawpaged.request import Request, RequestGroup
 from tests.engine.helpers import recorded_logits, request, run, samples, tiny_engine
 
-MODELS = ("llama", "mistral_sw", "qwen3")
+CASES = (
+    *product(("llama", "mistral_sw", "qwen3"), ("float32", "bfloat16"), (None,)),
+    ("mistral_sw", "bfloat16", "fp8_e4m3"),
+    ("llama", "float32", "int8"),
+)
+"""Model, type of weights and of a KV cache that has another."""
 
 
 def requests(count: int) -> list[Request]:
@@ -29,10 +35,16 @@ def requests(count: int) -> list[Request]:
     return made
 
 
-def solo_logits(model: str, count: int, dtype: str) -> dict[str, list[bytes]]:
+def solo_logits(
+    model: str, count: int, dtype: str, kv_cache_dtype: str | None
+) -> dict[str, list[bytes]]:
     """Each request alone in an engine that computes whole prompts and caches nothing."""
     engine = tiny_engine(
-        model, dtype=dtype, enable_prefix_caching=False, max_num_batched_tokens=128
+        model,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=128,
     )
     for each in requests(count):
         run(engine, [each])
@@ -41,7 +53,7 @@ def solo_logits(model: str, count: int, dtype: str) -> dict[str, list[bytes]]:
     return logits
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype", "kv_cache_dtype"), CASES)
 @pytest.mark.parametrize(
     "engine_params",
     [
@@ -56,13 +68,14 @@ def solo_logits(model: str, count: int, dtype: str) -> dict[str, list[bytes]]:
     ids=str,
 )
 def test_batch_chunks_threads_hits_and_preemption(
-    model: str, dtype: str, engine_params: dict[str, int]
+    model: str, dtype: str, kv_cache_dtype: str | None, engine_params: dict[str, int]
 ) -> None:
     for count in (2, 7, 32):
-        expected = solo_logits(model, count, dtype)
+        expected = solo_logits(model, count, dtype, kv_cache_dtype)
         engine = tiny_engine(
             model,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             **{"num_blocks": 300, **engine_params},  # type: ignore[arg-type]
         )
         run(engine, requests(count))

@@ -6,12 +6,20 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rawpaged.backend import KVScales
 from rawpaged.config import EngineConfig
 from rawpaged.cpu.backend import CpuBackend
 from rawpaged.engine import memory_plan
-from rawpaged.engine.memory_plan import MemoryPlan, check_memory, make_plan, resolve_dtype
+from rawpaged.engine.memory_plan import (
+    MemoryPlan,
+    check_memory,
+    make_plan,
+    resolve_dtype,
+    resolve_kv_cache_dtype,
+)
 from rawpaged.errors import BackendError, ConfigError
 from rawpaged.models.config import ModelConfig, RopeConfig
 from tests.tiny import tiny_config
@@ -37,8 +45,14 @@ BLOCK_BYTES = 16 * 131072
 class Machine(CpuBackend):
     """A CPU backend that says how much memory there is."""
 
-    def __init__(self, dtype: str = "bfloat16", available: int = 0, total: int = 0) -> None:
-        super().__init__(dtype=dtype, num_threads=1)
+    def __init__(
+        self,
+        dtype: str = "bfloat16",
+        available: int = 0,
+        total: int = 0,
+        kv_cache_dtype: str | None = None,
+    ) -> None:
+        super().__init__(dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=1)
         self.memory = (available, total)
 
     def memory_info(self) -> tuple[int, int]:
@@ -63,7 +77,7 @@ def test_llama_3_8b_in_50_gigabytes() -> None:
     assert plan.paged_requests(8192) == 46
     assert plan.weights_bytes == 2 * 8_030_261_248
     text = plan.describe((1000,))
-    assert "50 GB: 23841 blocks of 16 = 381456 tokens, 131072 bytes a token" in text
+    assert "50 GB: 23841 blocks of 16 = 381456 tokens, 131072 bytes a token as bfloat16" in text
     assert "378 of 1000 tokens, paged; 46 if each reserved 8192" in text
 
 
@@ -164,6 +178,29 @@ def test_float32_takes_twice_the_memory() -> None:
     assert full.weights_bytes == 2 * half.weights_bytes
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
+def test_a_cache_of_bytes_takes_half_or_a_quarter(kv_cache_dtype: str) -> None:
+    for dtype, factor in (("bfloat16", 2), ("float32", 4)):
+        backend = Machine(dtype, kv_cache_dtype=kv_cache_dtype)
+        plan = plan_for(backend=backend, kv_cache_memory_bytes=50 * 10**9)
+        whole = plan_for(backend=Machine(dtype), kv_cache_memory_bytes=50 * 10**9)
+        assert factor * plan.bytes_per_token == whole.bytes_per_token
+        assert plan.num_blocks // whole.num_blocks == factor
+        assert plan.weights_bytes == whole.weights_bytes
+        assert f"{plan.bytes_per_token} bytes a token as {kv_cache_dtype}" in plan.describe()
+        cache = backend.new_kv_cache(3, 8, 128, 16, KVScales(*np.ones((2, 8), np.float32)))
+        layers = LLAMA_3_8B.num_layers
+        assert cache.keys.nbytes + cache.values.nbytes == 3 * 16 * plan.bytes_per_token // layers
+
+
+@pytest.mark.parametrize(
+    ("flag", "resolved"),
+    [("auto", "float32"), ("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("int8", "int8")],
+)
+def test_kv_cache_dtype(flag: str, resolved: str) -> None:
+    assert resolve_kv_cache_dtype(tiny_config(kv_cache_dtype=flag), "float32") == resolved
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(1, "1 B"), (999, "999 B"), (1000, "1 kB"), (2_500_000, "2.5 MB"), (5 * 10**10, "50 GB")],
@@ -177,6 +214,12 @@ def test_size_in_words(num_bytes: int, text: str) -> None:
     [
         ({"dtype": "float16"}, "dtype='float16' is not one of bfloat16, float32"),
         ({"device": "cuda", "dtype": "float32"}, "dtype='float32' is not one of bfloat16, float16"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "twice the precision; say kv_cache_dtype='fp8_e4m3'"),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            "kv_cache_dtype='bfloat16' is not one of auto, fp8, fp8_e4m3, int8",
+        ),
+        ({"kv_cache_dtype": None}, "kv_cache_dtype=None must be a string"),
         ({"seed": 7}, "seed=7 is for load_format='dummy'"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is for device='cuda'"),
         ({"device": "cuda", "gpu_memory_utilization": 1.5}, "must be in"),

@@ -174,7 +174,8 @@ def test_every_op_of_the_seam_is_a_range() -> None:
         assert result in (None, (op, tuple(args), kwargs))
     assert [each.name.split()[0] for each in recorder.ranges()] == OPS
     rest = {
-        "name", "dtype", "activation_dtype", "empty", "pack_linear", "kv_bytes_per_block",
+        "name", "dtype", "kv_cache_dtype", "activation_dtype", "empty", "pack_linear",
+        "kv_bytes_per_block", "kv_magnitudes",
         "new_kv_cache", "new_host_kv_cache", "memory_info", "close", "start_profiler",
         "stop_profiler", "plan", "static_plans", "capture", "run", "captures_on_demand",
         "offload_linear", "restore_linear",

@@ -37,11 +37,14 @@ def kernels() -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
     f32, i32, i64, u64 = types.float32, types.int32, types.int64, types.uint64
     angles = (rows(i32, 1), rows(f32, 2))
     for dtype, element in _ELEMENTS.items():
-        heads, pools = views(element, 3), (rows(element, 4),) * 2
+        heads, slots, scales = views(element, 3), rows(i64, 1), (rows(f32, 1),) * 2
         yield numba_kernels.make_embed(dtype), (rows(f32, 2), rows(i32, 1), rows(element, 2))
         yield numba_kernels.make_silu_and_mul(dtype), (rows(element, 2), rows(element, 2))
-        store = numba_kernels.make_rope_store(dtype)
-        yield store, (heads, heads, heads, *angles, *pools, rows(i64, 1))
+        bytes_of = {"fp8_e4m3": types.uint8, "int8": types.int8}
+        for cache_dtype, of_cache in {dtype: element, **bytes_of}.items():
+            pools = (rows(of_cache, 4),) * 2
+            store = numba_kernels.make_rope_store(dtype, cache_dtype)
+            yield store, (heads, heads, heads, *angles, *pools, slots, *scales)
     entries = (rows(i32, 1), rows(i32, 1), rows(f32, 1), rows(types.boolean, 1), rows(i32, 1))
     edit = numba_kernels.make_edit_logits()
     yield edit, (rows(f32, 2), *entries, rows(f32, 1), rows(f32, 1), rows(f32, 1))

@@ -20,10 +20,10 @@ from rawpaged.gpu.attention import PagedAttention, RaggedBatch, Workspace
 from rawpaged.gpu.attention_work import AttentionWork
 from rawpaged.gpu.kv_cache import BLOCK_SIZES, cache_shape
 from tests import reference
-from tests.gpu.caches import NUMPY_TYPES, dequantised, poisoned_pool, quantised, raw
 from tests.hostsim.conftest import ORDERS
 from tests.hostsim.loader import HostLoader
 from tests.ops.cases import ATTENTION_CASES, AttentionCase
+from tests.ops.kv_elements import NUMPY_TYPES, dequantised, poisoned_pool, quantised, raw
 
 pytestmark = pytest.mark.gpusim
 

@@ -5,12 +5,14 @@ Graphs are recorded launches played again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from rawpaged.backend import KVScales
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.engine import Engine
 from rawpaged.gpu.backend import CudaBackend
@@ -43,13 +45,16 @@ def gpu_engine(
     dtype: str,
     *,
     device: Device | None = None,
+    kv_cache_dtype: str | None = None,
+    kv_scales: Sequence[KVScales] | None = None,
     enforce_eager: bool = True,
     num_blocks: int = 40,
     budget: int = 64,
 ) -> Engine:
     """A tiny checkpoint's engine over simulated kernels."""
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
-    backend = CudaBackend(device or HostDevice(HostLoader(mode="plain")), dtype=dtype)
+    device = device or HostDevice(HostLoader(mode="plain"))
+    backend = CudaBackend(device, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     runner = RecordingRunner(
         checkpoint.model_config,
         load_weights(checkpoint, backend, progress=False),
@@ -59,6 +64,7 @@ def gpu_engine(
         max_num_batched_tokens=budget,
         max_num_seqs=4,
         max_model_len=MAX_MODEL_LEN,
+        kv_scales=kv_scales,
         enforce_eager=enforce_eager,
     )
     config = SchedulerConfig(

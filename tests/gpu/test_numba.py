@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from rawpaged.errors import BackendError
 from rawpaged.gpu.module import Function
 from tests.hostsim.device import HostDevice
+from tests.ops.kv_elements import NUMPY_TYPES, poisoned_pool, quantised, raw
 from tests.ops.row_cases import (
     edit_case,
     embed_case,
@@ -108,8 +110,12 @@ def test_silu_and_mul(device: SizedDevice, dtype: str) -> None:
     assert_rounded(out, case.expected, dtype)
 
 
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_rope_with_the_store(device: SizedDevice, dtype: str, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("cache_dtype", "head_dim"), [(None, 16), (None, 80), ("fp8_e4m3", 16), ("int8", 16)]
+)
+def test_rope_with_the_store(
+    device: SizedDevice, dtype: str, cache_dtype: str | None, head_dim: int
+) -> None:
     from rawpaged.gpu.rope import RopeStore
 
     # Two query heads and one key head are rotated; two heads of values, of which one is taken.
@@ -117,16 +123,52 @@ def test_rope_with_the_store(device: SizedDevice, dtype: str, head_dim: int) -> 
     heads = case.x.astype(DTYPES[dtype])
     q, k, v = heads[:, :2], heads[:, 2:3], heads[:, 3:4]
     slots = np.array([9, -1, 0, 4], np.int64)
-    keys, values = nan(dtype, 3, 1, 4, head_dim), nan(dtype, 3, 1, 4, head_dim)
-    RopeStore(device)(q, k, v, case.positions, case.cos_sin, keys, values, slots)
+    kept = slots >= 0
+    pools = [poisoned_pool((3, 1, 4, head_dim), cache_dtype or dtype) for _ in range(2)]
+    before = [pool.reshape(12, head_dim).copy() for pool in pools]
+    scales = [np.array([scale], np.float32) for scale in (0.03, 0.04)]
+    key_scale, value_scale = scales if cache_dtype else (None, None)
+    op = RopeStore(device, dtype=dtype, cache_dtype=cache_dtype or dtype)
+    keys, values = (raw(pool, cache_dtype or dtype) for pool in pools)
+    args = (q, k, v, case.positions, case.cos_sin, keys, values, slots)
+    op(*args, key_scale=key_scale, value_scale=value_scale)
+
     assert_rounded(q, case.expected[:, :2], dtype)
     np.testing.assert_array_equal(heads[:, 2:], case.x[:, 2:])
-    by_slot = [pool.astype(np.float64).reshape(12, head_dim) for pool in (keys, values)]
-    written = slots >= 0
-    assert_rounded(by_slot[0][slots[written]], case.expected[written, 2], dtype)
-    np.testing.assert_array_equal(by_slot[1][slots[written]], case.x[written, 3])
-    untouched = [pool[[1, 2, 3, 5, 6, 7, 8, 10, 11]] for pool in by_slot]
-    assert np.isnan(untouched).all()
+    by_slot = [pool.reshape(12, head_dim) for pool in pools]
+    stored_keys, expected = by_slot[0][slots[kept]], case.expected[kept, 2]
+    if cache_dtype is None:
+        assert_rounded(stored_keys, expected, dtype)
+    else:  # once rounded, float32 may have gone to the other neighbour
+        rtol, steps = {"fp8_e4m3": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}[cache_dtype]
+        numbers = stored_keys.astype(np.float64) * scales[0]
+        atol = float(steps * scales[0][0]) + 1e-5
+        np.testing.assert_allclose(numbers, expected, rtol=rtol, atol=atol)
+    exact = quantised(case.x[kept, 3:4], scales[1], cache_dtype or dtype)[:, 0]
+    np.testing.assert_array_equal(by_slot[1][slots[kept]], exact)
+    for pool, old in zip(by_slot, before, strict=True):
+        old[slots[kept]] = pool[slots[kept]]
+        assert pool.tobytes() == old.tobytes()
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8"])
+def test_elements_of_bytes_bit_for_bit(cache_dtype: str) -> None:
+    """The CPU's test of the same name has more numbers; both are held against NumPy."""
+    from rawpaged.gpu.kv_elements import make_element
+
+    special = [0.0, -0.0, np.inf, -np.inf, 448, 463.9, 464, 480, -449, 126.5, 127.5, 0.5, 1.5, 2.5]
+    special += [2.0**-10, 3 * 2.0**-10, 2.0**-6, 2.0**-6 * (1 - 2.0**-24), 1.0625, 1.1875, 1e-40]
+    rng = np.random.default_rng(0)
+    spread = np.exp(rng.uniform(-10, 8, 500)) * rng.choice([-1, 1], 500)
+    x = np.array([*special, *spread], np.float32)
+    element = make_element(lambda x: x, cache_dtype)
+    bits = np.uint8 if cache_dtype == "fp8_e4m3" else np.int8
+    for scale in np.array([1.0, 0.3], np.float32):
+        found = np.array([element(each, scale) for each in x], bits)
+        expected = quantised(x[:, None, None], scale[None], cache_dtype)[:, 0, 0]
+        assert found.tobytes() == expected.tobytes()
+    nan = np.array([element(np.float32(np.nan), np.float32(1))], bits)
+    assert np.isnan(nan.view(NUMPY_TYPES[cache_dtype]).astype(np.float32)[0]) or nan[0] == -127
 
 
 def test_edits_follow_the_definitions(device: SizedDevice) -> None:
@@ -220,8 +262,9 @@ def test_no_rows_launch_nothing(device: SizedDevice, dtype: str) -> None:
     Embedding(device)(nan(np.float32, 0, 8), ids, nan(dtype, 4, 8))
     SiluAndMul(device)(nan(dtype, 0, 8), nan(dtype, 0, 16))
     none, heads = nan(dtype, 0, 2, 8), nan(dtype, 3, 2, 4, 8)
-    slots = np.zeros(0, np.int64)
-    RopeStore(device)(none, none, none, ids, nan(np.float32, 4, 8), heads, heads.copy(), slots)
+    rope_store = RopeStore(device, dtype=dtype, cache_dtype=dtype)
+    angles = (ids, nan(np.float32, 4, 8))
+    rope_store(none, none, none, *angles, heads, heads.copy(), np.zeros(0, np.int64))
     pool = [nan(dtype, 4, 8)]
     CopyBlocks(device)(pool, pool, np.zeros((0, 2), np.int64))
 
@@ -238,18 +281,22 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     f32, half = np.zeros((3, 8), np.float32), np.zeros((3, 8), np.float16)
     heads, pool = np.zeros((3, 2, 8), np.float16), np.zeros((4, 2, 4, 8), np.float16)
     edits = edit_case().edits
+
+    def rope_store(device: SizedDevice) -> RopeStore:
+        return RopeStore(device, dtype="float16", cache_dtype="float16")
+
     wrong: list[tuple[Any, tuple[Any, ...]]] = [
         (Embedding, (f32, ids, f32)),
         (Embedding, (f32, ids[:2], half)),
         (Embedding, (f32, ids, half[:, :7])),
         (SiluAndMul, (half, half)),
         (SiluAndMul, (f32, np.zeros((3, 16), np.float32))),
-        (RopeStore, (heads, heads, heads, ids[:2], f32, pool, pool, slots)),
-        (RopeStore, (heads, heads, heads, ids, f32[:, :6], pool, pool, slots)),
-        (RopeStore, (heads.astype(np.float32), heads, heads, ids, f32, pool, pool, slots)),
-        (RopeStore, (heads, heads, heads, ids, f32, pool, pool[:3], slots)),
-        (RopeStore, (heads, heads, heads, ids, f32, pool, pool, ids)),
-        (RopeStore, (heads, heads[:, :1], heads, ids, f32, pool, pool, slots)),
+        (rope_store, (heads, heads, heads, ids[:2], f32, pool, pool, slots)),
+        (rope_store, (heads, heads, heads, ids, f32[:, :6], pool, pool, slots)),
+        (rope_store, (heads.astype(np.float32), heads, heads, ids, f32, pool, pool, slots)),
+        (rope_store, (heads, heads, heads, ids, f32, pool, pool[:3], slots)),
+        (rope_store, (heads, heads, heads, ids, f32, pool, pool, ids)),
+        (rope_store, (heads, heads[:, :1], heads, ids, f32, pool, pool, slots)),
         (EditLogits, (f32[:2], edits)),
         (MaskLogits, (f32, np.zeros((3, 2), np.int32), ids)),
         (CopyBlocks, ([pool], [pool[:, :1]], np.zeros((1, 2), np.int64))),
@@ -258,3 +305,24 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     for op, args in wrong:
         with pytest.raises(ValueError, match="do not fit"):
             op(device)(*args)
+
+
+def test_scales_go_with_caches_of_bytes_and_only_with_them() -> None:
+    from rawpaged.gpu.rope import RopeStore
+
+    device = SizedDevice(((1,), (1,)))
+    ids, slots, f32 = np.zeros(3, np.int32), np.zeros(3, np.int64), np.zeros((3, 8), np.float32)
+    heads, pool = np.zeros((3, 2, 8), np.float16), np.zeros((4, 2, 4, 8), np.uint8)
+    scale = np.ones(2, np.float32)
+    args = (heads, heads, heads, ids, f32, pool, pool.copy(), slots)
+    op = RopeStore(device, dtype="float16", cache_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match="needs key_scale and value_scale"):
+        op(*args, key_scale=scale)
+    with pytest.raises(ValueError, match="do not fit"):
+        op(*args, key_scale=scale, value_scale=scale[:1])
+    half = pool.astype(np.float16)
+    plain = RopeStore(device, dtype="float16", cache_dtype="float16")
+    with pytest.raises(ValueError, match="has no scales"):
+        plain(*args[:5], half, half.copy(), slots, key_scale=scale)
+    with pytest.raises(BackendError, match="cache_dtype='float16' is not bfloat16"):
+        RopeStore(device, dtype="bfloat16", cache_dtype="float16")

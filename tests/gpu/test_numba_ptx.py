@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = {
     *(f"{op}_bf16" for op in ("embed", "silu_and_mul", "rope_store")),
     *(f"{op}_f16" for op in ("embed", "silu_and_mul", "rope_store")),
+    *(f"rope_store_{dtype}_{cache}" for dtype in ("bf16", "f16") for cache in ("fp8", "int8")),
     "edit_logits",
     "mask_logits",
     "copy_blocks",

@@ -7,8 +7,8 @@ import pytest
 
 from rawpaged.errors import BackendError
 from rawpaged.gpu.kv_cache import BLOCK_SIZES, StoreKV, bytes_per_block, cache_shape
-from tests.gpu.caches import NUMPY_TYPES, poisoned_pool, quantised, raw
 from tests.hostsim.loader import HostLoader
+from tests.ops.kv_elements import NUMPY_TYPES, poisoned_pool, quantised, raw
 
 pytestmark = pytest.mark.gpusim
 

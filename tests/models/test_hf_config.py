@@ -230,6 +230,40 @@ def test_qwen_windows(family: str) -> None:
     assert parse(family, **unused).sliding_windows == (None,) * 3
 
 
+# Scales of the KV cache
+
+
+def kv_scheme(**changes: Any) -> dict[str, Any]:
+    """What llm-compressor writes where only the KV cache is quantised, with changes."""
+    scheme: dict[str, Any] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+        "group_size": None,
+    }
+    config: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
+    for key, value in changes.items():
+        (scheme if key in scheme else config)[key] = value
+    return {"quantization_config": config}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_types_of_kv_scales(family: str) -> None:
+    heads = {"num_key_value_heads": 2}
+    assert parse(family, **heads).kv_scale_dtype is None
+    assert parse(family, **heads, **kv_scheme()).kv_scale_dtype == "fp8_e4m3"
+    of_heads = kv_scheme(type="int", strategy="attn_head")
+    assert parse(family, **heads, **of_heads).kv_scale_dtype == "int8"
+
+
 # Refusals
 
 
@@ -242,6 +276,18 @@ def test_qwen_windows(family: str) -> None:
         ({"architectures": "LlamaForCausalLM"}, ["architectures="]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "GGUF"]),
+        ({"quantization_config": [1]}, ["quantization_config=[1]", "object"]),
+        ({"compression_config": {"format": "dense"}}, ["compression_config", "GGUF"]),
+        (kv_scheme(config_groups={"group_0": {}}), ["quantization_config", "GGUF"]),
+        (kv_scheme(sparsity_config={"format": "sparse"}), ["quantization_config", "GGUF"]),
+        (kv_scheme(kv_cache_scheme=None), ["kv_cache_scheme", "object"]),
+        (kv_scheme(num_bits=4), ["'float' of 4 bits", "8 bits"]),
+        (kv_scheme(type="uint"), ["'uint' of 8 bits"]),
+        (kv_scheme(type=8), ["kv_cache_scheme.type=8"]),
+        (kv_scheme(num_bits="8"), ["kv_cache_scheme.num_bits='8'"]),
+        (kv_scheme(dynamic=True), ["kv_cache_scheme.dynamic=True"]),
+        (kv_scheme(symmetric=False), ["kv_cache_scheme.symmetric=False"]),
+        (kv_scheme(strategy="channel"), ["strategy='channel'", "attn_head"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         ({"torch_dtype": 16}, ["torch_dtype=16"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),

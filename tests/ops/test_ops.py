@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawpaged.backend import Backend, KVCache
+from rawpaged.backend import Backend, KVCache, KVScales
+from rawpaged.devices import open_backend
 from rawpaged.errors import BackendError
 from tests import reference
 from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase, make_meta, store_kv
+from tests.ops.kv_elements import dequantised, from_cpu, poison_for, quantised
 from tests.ops.row_cases import (
     NORM_SIZES,
     add_norm_case,
@@ -28,23 +32,61 @@ from tests.ops.row_cases import (
 Float32 = npt.NDArray[np.float32]
 
 
+KEY_SCALE, VALUE_SCALE = 0.03, 0.04
+"""Of the first head; others have larger ones. Normal numbers fit into int8 with most of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caching:
+    """A backend and one type of cache that it has."""
+
+    backend: Backend
+    cache_dtype: str
+
+    def scales(self, num_kv_heads: int) -> tuple[Float32, Float32]:
+        heads = np.arange(num_kv_heads, dtype=np.float32) / np.float32(1000)
+        return heads + np.float32(KEY_SCALE), heads + np.float32(VALUE_SCALE)
+
+    def new_cache(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> KVCache:
+        """A pool of poison."""
+        scales = None
+        if self.cache_dtype in ("fp8_e4m3", "int8"):
+            scales = KVScales(*self.scales(num_kv_heads))
+        shape = (num_blocks, num_kv_heads, head_dim, block_size)
+        cache = self.backend.new_kv_cache(*shape, scales)
+        for pool in (cache.keys, cache.values):
+            pool[...] = poison_for(pool)
+        return cache
+
+    def read(self, elements: npt.NDArray[Any], scale: Float32 | None) -> Float32:
+        """What elements of head 0 stand for."""
+        factor = np.float32(1) if scale is None else scale[0]
+        return from_cpu(elements, self.cache_dtype).astype(np.float32) * factor
+
+    def stand_for(self, keys: Float32, values: Float32) -> list[Float32]:
+        """Numbers [n, heads, d] as they come back out of the cache."""
+        return [
+            dequantised(quantised(x, scale, self.cache_dtype), scale, self.cache_dtype)
+            for x, scale in zip((keys, values), self.scales(keys.shape[1]), strict=True)
+        ]
+
+
+@pytest.fixture(params=["float32", "bfloat16", "fp8_e4m3", "int8"])
+def caching(request: pytest.FixtureRequest) -> Iterator[Caching]:
+    """The CPU backend with each type of cache; that of the weights matters to no other op here."""
+    cache_dtype = str(request.param)
+    dtype = "float32" if cache_dtype == "float32" else "bfloat16"
+    opened = open_backend("cpu", dtype=dtype, kv_cache_dtype=cache_dtype, num_threads=2)
+    yield Caching(opened, cache_dtype)
+    opened.close()
+
+
 def poisoned(backend: Backend, *shape: int) -> Float32:
     out: Float32 = backend.empty(shape, "float32")
     out[...] = np.nan
     return out
-
-
-def poison(cache: KVCache, dtype: str) -> None:
-    """Fill a pool with NaN."""
-    for pool in (cache.keys, cache.values):
-        pool[...] = np.nan if dtype == "float32" else 0x7FC0
-
-
-def widened(pool: npt.NDArray[Any]) -> Float32:
-    """Stored numbers as float32; bfloat16 is the upper half of one."""
-    if pool.dtype == np.uint16:
-        return (pool.astype(np.uint32) << 16).view(np.float32)
-    return pool
 
 
 @pytest.mark.parametrize(("rows", "in_features", "out_features"), LINEAR_SHAPES)
@@ -100,12 +142,11 @@ def test_add_rms_norm(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [2, 16, 80, 100])
-def test_rope_and_store_kv(backend: Backend, head_dim: int) -> None:
+def test_rope_and_store_kv(caching: Caching, head_dim: int) -> None:
     """Two query heads are rotated in place; one of keys and one of values go to their slots."""
-    case = rope_case(head_dim=head_dim)
+    case, backend = rope_case(head_dim=head_dim), caching.backend
     heads, upload = backend.upload(case.x), backend.upload
-    cache = backend.new_kv_cache(3, 1, head_dim, 16)
-    poison(cache, backend.dtype)
+    cache = caching.new_cache(3, 1, head_dim, 16)
     before = [cache.keys.copy(), cache.values.copy()]
     slots = np.array([37, -1, 0, 20], np.int64)
     backend.rope_and_store_kv(
@@ -121,16 +162,59 @@ def test_rope_and_store_kv(backend: Backend, head_dim: int) -> None:
     np.testing.assert_array_equal(heads[:, 2:], case.x[:, 2:])
     kept = slots >= 0
     block, offset = slots[kept] // 16, slots[kept] % 16
-    rounding = {"float32": 1e-5, "bfloat16": 2.0**-8}[backend.dtype]
-    keys = widened(cache.keys)[block, 0, :, offset]
-    np.testing.assert_allclose(keys, case.expected[kept, 2], rtol=rounding, atol=1e-5)
-    values = widened(cache.values)[block, 0, offset, :head_dim]
-    np.testing.assert_array_equal(values, stored(case.x[kept, 3], backend.dtype))
+    keys = caching.read(cache.keys[block, 0, :, offset], cache.key_scale)
+    # Half a step of each type: float32 and bfloat16, e4m3 above 2**-6 times the scale or below it,
+    # and int8.
+    rtol, step = {
+        "float32": (1e-5, 0.0),
+        "bfloat16": (2.0**-8, 0.0),
+        "fp8_e4m3": (2.0**-4, 2.0**-10 * KEY_SCALE),
+        "int8": (0.0, 0.5 * KEY_SCALE),
+    }[caching.cache_dtype]
+    np.testing.assert_allclose(keys, case.expected[kept, 2], rtol=rtol, atol=step + 1e-5)
+    values = from_cpu(cache.values[block, 0, offset, :head_dim], caching.cache_dtype)
+    scale = np.array([VALUE_SCALE], np.float32)
+    expected = quantised(case.x[kept, 3:4], scale, caching.cache_dtype)
+    np.testing.assert_array_equal(values, expected[:, 0])
     # Nothing else has changed: not where the token without a slot would be, nor the padding.
     before[0][block, 0, :, offset] = cache.keys[block, 0, :, offset]
     before[1][block, 0, offset, :head_dim] = cache.values[block, 0, offset, :head_dim]
     assert before[0].tobytes() == cache.keys.tobytes()
     assert before[1].tobytes() == cache.values.tobytes()
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8"])
+def test_elements_of_bytes_bit_for_bit(cache_dtype: str) -> None:
+    """Every magnitude and sign, ties, what is beyond the range, and what is not a number."""
+    rng = np.random.default_rng(0)
+    special = [0.0, -0.0, np.inf, -np.inf, 448, 463.9, 464, 480, -449, 126.5, 127.5, 0.5, 1.5, 2.5]
+    special += [2.0**-10, 3 * 2.0**-10, 2.0**-6, 2.0**-6 * (1 - 2.0**-24), 1.0625, 1.1875, 1e-40]
+    random = rng.integers(0, 2**32, 4000, dtype=np.uint32).view(np.float32)
+    finite = random[np.isfinite(random)]
+    spread = np.exp(4 * normal(rng, 4000))
+    numbers = np.concatenate([np.array(special, np.float32), finite, normal(rng, 4000), spread])
+    x = np.ascontiguousarray(numbers[: len(numbers) // 64 * 64].reshape(-1, 2, 32))
+    x[-1, :, :2] = [np.nan, -np.nan]
+    scales = np.array([1.0, 0.3], np.float32)
+    backend = open_backend("cpu", dtype="float32", kv_cache_dtype=cache_dtype, num_threads=1)
+    slots = np.arange(len(x), dtype=np.int64)
+    num_blocks = -(-len(x) // 16)
+    cache = backend.new_kv_cache(num_blocks, 2, 32, 16, KVScales(scales, scales))
+    with np.errstate(invalid="ignore"):
+        store_kv(backend, cache, x, x, slots)
+        expected = quantised(np.nan_to_num(x, nan=-1e9), scales, cache_dtype)
+    found = from_cpu(np.moveaxis(cache.values, 2, 1), cache_dtype).reshape(-1, 2, 32)[: len(x)]
+    keys = from_cpu(np.moveaxis(cache.keys, 3, 1), cache_dtype).reshape(-1, 2, 32)[: len(x)]
+    # Without an angle keys are as they were, but for what times 0 is not a number.
+    both = np.isfinite(x).all(axis=-1)
+    np.testing.assert_array_equal(keys[both], found[both])
+    is_nan = np.isnan(x)
+    assert found[~is_nan].tobytes() == expected[~is_nan].tobytes()
+    if cache_dtype == "fp8_e4m3":
+        assert np.isnan(found[is_nan].astype(np.float32)).all()
+    else:
+        assert (found[is_nan] == -127).all()
+    backend.close()
 
 
 def test_silu_and_mul(backend: Backend) -> None:
@@ -148,11 +232,11 @@ def test_gather_rows(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
-def test_paged_attention(backend: Backend, case: AttentionCase) -> None:
+def test_paged_attention(caching: Caching, case: AttentionCase) -> None:
     rng = np.random.default_rng(6)
+    backend = caching.backend
     meta, num_blocks = make_meta(case, rng)
-    cache = backend.new_kv_cache(num_blocks, case.num_kv_heads, case.head_dim, case.block_size)
-    poison(cache, backend.dtype)
+    cache = caching.new_cache(num_blocks, case.num_kv_heads, case.head_dim, case.block_size)
     shape = (case.num_kv_heads, case.head_dim)
     history = []
     for row, (queries, kv) in enumerate(case.lengths):
@@ -177,11 +261,39 @@ def test_paged_attention(backend: Backend, case: AttentionCase) -> None:
 
     for row, (queries, kv) in enumerate(case.lengths):
         begin, end = meta.query_start_loc[row : row + 2]
-        keys, values = (stored(part, backend.dtype) for part in history[row])
+        keys, values = caching.stand_for(*history[row])
         expected = reference.attention(
             q[begin:end], keys, values, kv - queries, scale, case.window
         )
         np.testing.assert_allclose(out[begin:end], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_scales_that_do_not_fit_are_refused() -> None:
+    scale = np.ones(2, np.float32)
+    others: list[Any] = [scale.astype(np.float64), scale[:1], -scale, scale * 0, scale * np.inf]
+    for wrong in others:
+        with pytest.raises(ValueError, match="scales"):
+            KVScales(scale, wrong)
+    plain = open_backend("cpu", dtype="float32", num_threads=1)
+    with pytest.raises(ValueError, match="a cache of float32 has no scales"):
+        plain.new_kv_cache(1, 2, 16, 16, KVScales(scale, scale))
+    quantised = open_backend("cpu", dtype="float32", kv_cache_dtype="int8", num_threads=1)
+    with pytest.raises(ValueError, match="2 scales do not fit num_kv_heads=3"):
+        quantised.new_kv_cache(1, 3, 16, 16, KVScales(scale, scale))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_magnitudes_of_the_first_tokens(dtype: str) -> None:
+    backend = open_backend("cpu", dtype=dtype, num_threads=1)
+    cache = backend.new_kv_cache(3, 2, 20, 16)
+    rng = np.random.default_rng(0)
+    keys, values = normal(rng, 48, 2, 20), normal(rng, 48, 2, 20)
+    values[33, 1, 4] = 100  # of a token that is not asked for
+    keys[32, 0, 19] = -50
+    store_kv(backend, cache, keys, values, np.arange(48))
+    expected = [np.abs(stored(part[:33], dtype)).max((0, 2)) for part in (keys, values)]
+    np.testing.assert_array_equal(backend.kv_magnitudes(cache, 33), expected)
+    assert expected[0][0] == 50
 
 
 def test_block_size_that_the_kernels_cannot_take(backend: Backend) -> None:

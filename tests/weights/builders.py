@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.hf_config import parse_hf_config
@@ -39,6 +39,20 @@ def tiny_config(name: str) -> ModelConfig:
 
 
 # Safetensors
+
+
+def write_checkpoint(
+    directory: Path,
+    name: str,
+    *,
+    extra: Mapping[str, npt.NDArray[Any]],
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
+    """A golden checkpoint with more tensors, and other fields in its config.json."""
+    config = json.loads((TINY / name / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | dict(changes or {})))
+    save_file(tiny_tensors(name) | dict(extra), directory / "model.safetensors")
+    return directory
 
 
 def safetensors_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:
