@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from rawpaged.tracing import RangeSink
 
+MAX_TOP_LOGPROBS = 1024
+"""Tokens of a row that `Backend.token_logprobs` lists at most."""
+
 
 class Array(Protocol):
     """Array on the device: a NumPy array on the CPU, a CuPy array on a GPU."""
@@ -377,7 +380,10 @@ class Backend(Protocol):
     def token_logprobs(
         self, logits: Any, token_ids: npt.NDArray[np.int32], k: int
     ) -> TokenLogprobRows:
-        """Log-probabilities of the given tokens and of the k likeliest, by row."""
+        """Log-probabilities of the given tokens and of the k likeliest, by row.
+
+        k may be MAX_TOP_LOGPROBS and the size of the vocabulary at most.
+        """
         ...
 
 

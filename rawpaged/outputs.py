@@ -28,12 +28,15 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    """Sum of the chosen tokens' logprobs so far; None unless `logprobs` was asked for."""
+    """Sum of the chosen tokens' logprobs so far; None unless `logprobs` or beam search was asked
+    for."""
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     """"stop", "length", "abort" or "error"; None while the sample goes on."""
     stop_reason: int | str | None
     """The stop token id or stop string that ended it; None for the end-of-sequence token."""
+    beam_score: float | None = None
+    """With beam search: cumulative_logprob / number of tokens ** length_penalty."""
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,9 @@ MAX_LOGIT_BIASES = 1024
 """Each costs every step of the request a little, and the steps are shared with others."""
 MAX_N = 128
 
+MAX_LENGTH_PENALTY = 10.0
+"""Of beam search, up or down: powers of any length stay finite."""
+
 EarlyStopping = bool | Literal["never"]
 """When a beam search that has its hypotheses ends; see `rawpaged.engine.beam_search`."""
 
@@ -28,8 +31,14 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "length_penalty",
 )
-_BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_BOOLEANS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "use_beam_search",
+)
 
 
 class RequestOutputKind(enum.Enum):
@@ -43,6 +52,21 @@ class RequestOutputKind(enum.Enum):
     """Only one output, when the request has ended."""
 
 
+_NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None, {}),
+    "stop": ((),),
+    "output_kind": (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
+}
+"""Fields that do not go with beam search, and their values that ask for nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping rules of one request; names and meanings are vLLM's.
@@ -52,7 +76,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of samples of the one prompt."""
+    """Number of samples of the one prompt, or of beams."""
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
@@ -81,6 +105,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    use_beam_search: bool = False
+    """Search `n` likely outputs together instead of drawing `n`; only the final output is sent.
+
+    Nothing is drawn and probabilities are the model's own: fields that would change them are
+    refused, and so are stop strings; end-of-sequence tokens and stop_token_ids end a beam.
+    """
+    length_penalty: float = 1.0
+    """With beam search: an output of m tokens scores its log-probability / m ** length_penalty."""
+    early_stopping: EarlyStopping = False
+    """With beam search: whether the first n outputs that end will do, or all that could be better
+    by a rule of thumb (False) or at all ("never") are searched."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -90,6 +125,7 @@ class SamplingParams:
         self._check_ranges()
         self._check_stops()
         self._check_logit_bias()
+        self._check_beam_search()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -134,6 +170,12 @@ class SamplingParams:
             ("min_tokens", 0, math.inf, "at least 0"),
             ("logprobs", 0, math.inf, "at least 0"),
             ("prompt_logprobs", 0, math.inf, "at least 0"),
+            (
+                "length_penalty",
+                -MAX_LENGTH_PENALTY,
+                MAX_LENGTH_PENALTY,
+                f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}",
+            ),
         )
         for name, low, high, words in bounds:
             value = getattr(self, name)
@@ -180,3 +222,33 @@ class SamplingParams:
                     f"logit_bias of token {token_id} must be between -100 and 100, not {bias}",
                     "logit_bias",
                 )
+
+    def _check_beam_search(self) -> None:
+        """Values that mean nothing to a search are refused, and those of a search without one."""
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise InvalidRequestError(
+                f'early_stopping must be true, false or "never", not {self.early_stopping!r}',
+                "early_stopping",
+            )
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise InvalidRequestError(
+                        f"{name}={getattr(self, name)} is for beam search; "
+                        "set use_beam_search=true",
+                        name,
+                    )
+            return
+        for name, neutral in _NEUTRAL_FOR_BEAMS.items():
+            value = getattr(self, name)
+            if value not in neutral:
+                raise InvalidRequestError(
+                    f"{name}={_shown(value)} does not go with use_beam_search=true; leave it out",
+                    name,
+                )
+
+
+def _shown(value: object) -> str:
+    """A value for a message, cut off where it is long."""
+    text = value.name if isinstance(value, enum.Enum) else repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rawpaged.backend import MAX_TOP_LOGPROBS
+from rawpaged.config import SchedulerConfig
 from rawpaged.errors import InvalidRequestError
 from rawpaged.models.config import ModelConfig
 from rawpaged.sampling_params import SamplingParams
+from rawpaged.scheduler.limits import check_lockstep
 from rawpaged.tokenization.tokenizer import Tokenizer
 
 
@@ -19,6 +22,7 @@ class Admission:
     tokenizer: Tokenizer | None
     max_model_len: int
     max_logprobs: int
+    scheduler_config: SchedulerConfig
 
     def prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, special tokens added to text as its tokenizer wants."""
@@ -76,12 +80,34 @@ class Admission:
                 raise InvalidRequestError(
                     f"{name}={value} is more than max_logprobs={self.max_logprobs}", name
                 )
+        if params.use_beam_search:
+            self._check_beams(params, num_prompt_tokens)
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError("stop needs a tokenizer, the model has none", "stop")
         if params.min_tokens > self.max_tokens(num_prompt_tokens, params):
             raise InvalidRequestError(
                 f"min_tokens={params.min_tokens} does not fit max_model_len={self.max_model_len}",
                 "min_tokens",
+            )
+
+    def _check_beams(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Beams have to run together, and each to give candidates enough.
+
+        They are enough if `n` are left where all stop tokens are among them.
+        """
+        check_lockstep(
+            params.n,
+            num_prompt_tokens,
+            self.max_tokens(num_prompt_tokens, params),
+            self.scheduler_config,
+        )
+        stops = {*(params.stop_token_ids or ()), *self.model_config.eos_token_ids}
+        most = min(MAX_TOP_LOGPROBS, self.model_config.vocab_size)
+        if params.n + len(stops) > most:
+            raise InvalidRequestError(
+                f"n={params.n} beams and {len(stops)} stop tokens are more than {most} together, "
+                "the likeliest tokens that a step can list",
+                "n",
             )
 
     def _check_token_ids(self, token_ids: Iterable[int], name: str) -> None:

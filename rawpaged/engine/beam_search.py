@@ -1,6 +1,6 @@
 """Beam search over candidates that a model gives: which beams go on, and when it is over.
 
-No model, no request and no block is known here. The rules are those of transformers 5
+No model and no block is known here. The rules are those of transformers 5
 (`GenerationMixin._beam_search`): of all continuations of all beams, the `width` best that do not
 end are the next beams; those that end count only if they are among the `width` best of all.
 Beam search: Lowerre, The HARPY Speech Recognition System, 1976.
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rawpaged.request import Request
 from rawpaged.sampling_params import EarlyStopping
 
 
@@ -50,6 +51,20 @@ class BeamRules:
         that do not end; and of any width + n candidates at most n are stop tokens.
         """
         return self.width + len(self.stop_token_ids)
+
+
+def beam_rules(request: Request) -> BeamRules:
+    """The search that a request's parameters ask for."""
+    params = request.sampling_params
+    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
+    return BeamRules(
+        width=params.n,
+        max_tokens=request.max_tokens,
+        stop_token_ids=frozenset(stops),
+        min_tokens=params.min_tokens,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+    )
 
 
 @dataclass(frozen=True, slots=True)

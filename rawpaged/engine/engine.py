@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from rawpaged.config import SchedulerConfig
+from rawpaged.engine.beam_groups import BeamGroups, BeamOutput
 from rawpaged.engine.model_runner import ModelRunner, StepResult
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.request_progress import RequestProgress
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
-from rawpaged.engine.stats import EngineLimits, StatsLogger, StepStats
+from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.step_label import step_args, step_label
+from rawpaged.engine.step_recorder import StepRecorder
 from rawpaged.errors import BackendError, CheckpointError, InvalidRequestError, SleepError
 from rawpaged.request import FinishReason, Request, RequestGroup
 from rawpaged.scheduler.output import SchedulerOutput
@@ -40,6 +43,9 @@ class EngineOutput:
     stop_reason: int | str | None
     num_cached_tokens: int
     error: str | None = None
+    beams: tuple[BeamOutput, ...] | None = None
+    """What a beam search has found; then this is the output of all requests of its group, which
+    have ended, under the name of the first."""
 
 
 class Engine:
@@ -57,9 +63,8 @@ class Engine:
         self._stats_logger = stats_logger
         self._requests: dict[str, Request] = {}
         self._progress: dict[str, RequestProgress] = {}
-        self._counted = (0, 0)
-        if stats_logger is not None:
-            stats_logger.record_start(self._limits())
+        self._beams = BeamGroups(self.scheduler)
+        self._recorder = StepRecorder(self.scheduler, runner.backend, stats_logger)
 
     def set_tracer(self, tracer: Tracer, recorder: OpRecorder | None = None) -> None:
         """Tell of everything that happens in a step to `tracer`, of ops' calls to `recorder`.
@@ -83,6 +88,8 @@ class Engine:
         for request in group.requests:
             self._requests[request.request_id] = request
             self._progress[request.request_id] = RequestProgress(request, self._stats_logger)
+        if group.lockstep:
+            self._beams.add(group)
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -90,13 +97,8 @@ class Engine:
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
     ) -> EngineOutput | None:
-        """End a request between steps; None if it has ended already."""
-        request = self.scheduler.finish(request_id, reason, stop_reason)
-        if request is None:
-            return None
-        output = self._output(request, None, None)
-        self._forget(request)
-        return output
+        """End a request between steps, a beam with its whole search; None if it has ended."""
+        return self._end(request_id, reason, stop_reason)
 
     def step(self) -> list[EngineOutput]:
         """Compute one step; outputs of the requests that got a token or ended in it."""
@@ -168,7 +170,7 @@ class Engine:
 
     def record_idle(self) -> None:
         """Bring the gauges up to date when nothing runs."""
-        self._record_step()
+        self._recorder.record_step()
 
     def _update(self, scheduled: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
         """Append the tokens, end what has ended, count."""
@@ -177,9 +179,10 @@ class Engine:
         tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
         finished = self.scheduler.update(scheduled, tokens)
         outputs += self._token_outputs(result)
+        outputs += self._advance_beams(result)
         for request in finished:
             self._forget(request)
-        self._record_step()
+        self._recorder.record_step()
         return outputs
 
     def _note_scheduled(self, scheduled: SchedulerOutput) -> None:
@@ -206,12 +209,51 @@ class Engine:
         ]
 
     def _fail_request(self, request_id: str, message: str) -> EngineOutput | None:
-        request = self.scheduler.finish(request_id, FinishReason.ERROR)
+        return self._end(request_id, FinishReason.ERROR, error=message)
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> EngineOutput | None:
+        request = self._requests.get(request_id)
         if request is None:
             return None
-        output = self._output(request, None, None, error=message)
+        if request.group.lockstep:
+            return self._end_search(request.group, reason, error)
+        self.scheduler.finish(request_id, reason, stop_reason)
+        output = self._output(request, None, None, error=error)
         self._forget(request)
         return output
+
+    def _advance_beams(self, result: StepResult) -> list[EngineOutput]:
+        """Let searches choose among what their beams have sampled; outputs of those that end."""
+        now = time.monotonic()
+        outputs = []
+        for group in self._beams.advance(result.sampled):
+            for request in group.requests:
+                self._progress[request.request_id].note_token(now)
+            if self._beams.is_finished(group):
+                outputs.append(self._end_search(group, FinishReason.LENGTH))
+        return outputs
+
+    def _end_search(
+        self, group: RequestGroup, reason: FinishReason, error: str | None = None
+    ) -> EngineOutput:
+        """End all beams, each as one of the sequences found; the others for `reason`."""
+        requests = tuple(group.requests)
+        output = self._output(requests[0], None, None, error=error)
+        beams = self._beams.remove(group, reason)
+        for request, beam in zip_longest(requests, beams):
+            if beam is None:
+                self.scheduler.finish(request.request_id, reason)
+            else:
+                request.token_ids[request.num_prompt_tokens :] = beam.hypothesis.token_ids
+                self.scheduler.finish(request.request_id, beam.finish_reason, beam.stop_reason)
+            self._forget(request)
+        return replace(output, finish_reason=reason, beams=beams)
 
     def _keep_prompt_logprobs(self, result: StepResult) -> None:
         for request_id, by_position in result.prompt_logprobs.items():
@@ -223,7 +265,7 @@ class Engine:
         outputs = []
         for request_id, token in result.sampled.items():
             request = self._requests.get(request_id)
-            if request is not None:
+            if request is not None and not request.group.lockstep:
                 self._progress[request_id].note_token(now)
                 outputs.append(self._output(request, token.token_id, token.logprobs))
         return outputs
@@ -237,7 +279,8 @@ class Engine:
     ) -> EngineOutput:
         prompt_logprobs: list[PositionLogprobs | None] | None = None
         wanted = request.sampling_params.prompt_logprobs is not None and request.sample_index == 0
-        if wanted and request.num_output_tokens == 1:
+        # A search gives one output only, at its end.
+        if wanted and (request.num_output_tokens == 1 or self._beams.has_begun(request.group)):
             prompt_logprobs = self._progress[request.request_id].prompt_logprobs()
         return EngineOutput(
             request.request_id,
@@ -253,38 +296,6 @@ class Engine:
     def _forget(self, request: Request) -> None:
         self._progress.pop(request.request_id).note_end()
         del self._requests[request.request_id]
-
-    def _record_step(self) -> None:
-        if self._stats_logger is None:
-            return
-        s = self.scheduler
-        totals = (s.num_prompt_tokens, s.num_generation_tokens)
-        prompt, generation = (
-            now - before for now, before in zip(totals, self._counted, strict=True)
-        )
-        self._counted = totals
-        self._stats_logger.record_step(
-            StepStats(
-                num_running=s.num_running,
-                num_waiting=s.num_waiting,
-                kv=s.kv_stats(),
-                num_prompt_tokens=prompt,
-                num_generation_tokens=generation,
-            )
-        )
-
-    def _limits(self) -> EngineLimits:
-        config, backend = self.scheduler.config, self.runner.backend
-        return EngineLimits(
-            device=backend.name,
-            dtype=backend.dtype,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
 
 
 def _failure_message(error: Exception, num_reqs: int) -> str:

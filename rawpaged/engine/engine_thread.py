@@ -226,7 +226,7 @@ class EngineThread:
             )
             for index in range(params.n)
         ]
-        self._engine.add_group(RequestGroup(samples))
+        self._engine.add_group(RequestGroup(samples, lockstep=params.use_beam_search))
 
     def _abort(self, request_id: str) -> None:
         outputs = [

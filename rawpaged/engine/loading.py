@@ -75,8 +75,9 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
         backend.close()
         raise
     else:
-        engine = Engine(scheduler_config(config, plan), runner, stats_logger)
-        admission = Admission(model, tokenizer, plan.max_model_len, config.max_logprobs)
+        limits = scheduler_config(config, plan)
+        engine = Engine(limits, runner, stats_logger)
+        admission = Admission(model, tokenizer, plan.max_model_len, config.max_logprobs, limits)
         thread = EngineThread(engine, OutputProcessor(tokenizer), admission)
         return LoadedEngine(thread, admission, plan, model, tokenizer)
     # Out of the handler, and without the traceback, which would hold what has been allocated.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+from rawpaged.engine.beam_groups import BeamOutput
 from rawpaged.engine.engine import EngineOutput
 from rawpaged.engine.sample_output import SampleOutput, named_logprobs
 from rawpaged.errors import RequestFailedError
@@ -99,7 +101,7 @@ class OutputProcessor:
                 ends += [SampleEnd(name, FinishReason.ERROR) for name in names]
                 self._drop(request_id)
             elif state.finished:
-                del self._states[request_id]
+                self._drop(request_id)
             state.emit()
         return ends
 
@@ -157,6 +159,9 @@ class _RequestState:
             ]
         if sample.index == 0:
             self.num_cached_tokens = output.num_cached_tokens
+        if output.beams is not None:
+            self._take_beams(output.beams, output.finish_reason)
+            return None
         self.touched.add(sample.index)
         stop = None
         if output.token_id is not None:
@@ -172,6 +177,18 @@ class _RequestState:
         elif output.finish_reason is not None:
             sample.end(output.finish_reason, output.stop_reason)
         return stop
+
+    def _take_beams(
+        self, beams: Sequence[BeamOutput], finish_reason: FinishReason | None
+    ) -> None:
+        """End all samples with what a beam search found, best first."""
+        assert finish_reason is not None
+        for sample, beam in zip_longest(self.samples, beams):
+            self.touched.add(sample.index)
+            if beam is None:
+                sample.end(finish_reason, None)
+            else:
+                sample.add_beam(beam)
 
     def emit(self) -> None:
         """Send one RequestOutput, or the error, unless only the final one is wanted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rawpaged.engine.beam_groups import BeamOutput
 from rawpaged.engine.sampler import PositionLogprobs
 from rawpaged.outputs import CompletionOutput, Logprob, TokenLogprobs
 from rawpaged.request import FinishReason
@@ -31,6 +32,7 @@ class SampleOutput:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._beam_score: float | None = None
         self._stop_reason: int | str | None = None
         self._sent_text = 0
         self._sent_tokens = 0
@@ -61,6 +63,27 @@ class SampleOutput:
             self._logprobs.append(named_logprobs(entry, self._tokenizer))
             self._cumulative_logprob += entry.logprobs[0]
 
+    def add_beam(self, beam: BeamOutput) -> None:
+        """Become a sequence that a beam search has found, and end."""
+        hypothesis = beam.hypothesis
+        # As of a sample: the token that ended it is not part of the text, unless asked for.
+        hides_last = hypothesis.is_ended and not self._params.include_stop_str_in_output
+        last = len(hypothesis.tokens) - 1
+        for place, token in enumerate(hypothesis.tokens):
+            self.add_token(token.token_id, hide_text=hides_last and place == last)
+            if token.candidates is not None:
+                best = token.candidates
+                self.add_logprobs(
+                    PositionLogprobs(
+                        token_ids=(token.token_id, *best.token_ids),
+                        logprobs=(token.logprob, *best.logprobs),
+                        ranks=(token.rank, *range(1, len(best.token_ids) + 1)),
+                    )
+                )
+        self._cumulative_logprob = hypothesis.cumulative_logprob
+        self._beam_score = hypothesis.score
+        self.end(beam.finish_reason, beam.stop_reason)
+
     def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Set the reason and let out what was held back, unless a stop string ended the text."""
         if self._detokenizer is not None and not isinstance(stop_reason, str):
@@ -76,14 +99,16 @@ class SampleOutput:
     def completion(self, *, delta: bool) -> CompletionOutput:
         """All there is so far, or what is new since the last call."""
         first_char, first_token = (self._sent_text, self._sent_tokens) if delta else (0, 0)
+        has_sum = self._logprobs is not None or self._beam_score is not None
         output = CompletionOutput(
             index=self.index,
             text=self._text[first_char:],
             token_ids=self._token_ids[first_token:],
-            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            cumulative_logprob=self._cumulative_logprob if has_sum else None,
             logprobs=None if self._logprobs is None else self._logprobs[first_token:],
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self._stop_reason,
+            beam_score=self._beam_score,
         )
         self._sent_text, self._sent_tokens = len(self._text), len(self._token_ids)
         return output

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rawpaged.backend import Backend, LogitEdits, SamplingRows, TokenLogprobRows
+from rawpaged.engine.beam_search import beam_rules
 from rawpaged.request import Request
 
 NO_TOKEN = -1
@@ -60,7 +61,7 @@ def sample(
     Reported log-probabilities are those before bias, penalties and temperature.
     """
     edits = _logit_edits(requests)
-    wanted = [request.sampling_params.logprobs for request in requests]
+    wanted = [_num_logprobs(request) for request in requests]
     edited = logits
     if edits is not None:
         if any(k is not None for k in wanted):
@@ -77,6 +78,14 @@ def sample(
     ]
 
 
+def _num_logprobs(request: Request) -> int | None:
+    """Likeliest tokens to list: those to be reported, and what a beam chooses from."""
+    reported = request.sampling_params.logprobs
+    if not request.sampling_params.use_beam_search:
+        return reported
+    return max(reported or 0, beam_rules(request).num_candidates)
+
+
 def position_logprobs(
     table: TokenLogprobRows, row: int, token_id: int, k: int
 ) -> PositionLogprobs:
@@ -91,7 +100,10 @@ def position_logprobs(
 def _sampling_rows(requests: Sequence[Request]) -> SamplingRows:
     params = [request.sampling_params for request in requests]
     return SamplingRows(
-        temperature=np.array([p.temperature for p in params], np.float32),
+        # Of a beam only the candidates count; its token says no more than that there are some.
+        temperature=np.array(
+            [0.0 if p.use_beam_search else p.temperature for p in params], np.float32
+        ),
         top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
         top_p=np.array([p.top_p for p in params], np.float32),
         min_p=np.array([p.min_p for p in params], np.float32),
@@ -133,9 +145,14 @@ def _logit_edits(requests: Sequence[Request]) -> LogitEdits | None:
 
 
 def _row_entries(request: Request) -> dict[int, _Entry]:
-    """Entries of one request by token id: bias, forbidden stops, penalties."""
+    """Entries of one request by token id: bias, forbidden stops, penalties.
+
+    A beam search passes over forbidden stops by itself, and takes no bias or penalties.
+    """
     params = request.sampling_params
     entries: dict[int, _Entry] = {}
+    if params.use_beam_search:
+        return entries
     for token_id, bias in (params.logit_bias or {}).items():
         entries.setdefault(token_id, _Entry()).bias += bias
     if request.num_output_tokens < params.min_tokens:

@@ -16,7 +16,8 @@ def check_limits(group: RequestGroup, config: SchedulerConfig) -> None:
     for request in group.requests:
         _check_request(request, config)
     if group.lockstep:
-        _check_lockstep(group, config)
+        first = group.requests[0]
+        check_lockstep(len(group.requests), first.num_prompt_tokens, first.max_tokens, config)
 
 
 def _check_request(request: Request, config: SchedulerConfig) -> None:
@@ -34,21 +35,22 @@ def _check_request(request: Request, config: SchedulerConfig) -> None:
         )
 
 
-def _check_lockstep(group: RequestGroup, config: SchedulerConfig) -> None:
-    width = len(group.requests)
+def check_lockstep(
+    width: int, num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig
+) -> None:
+    """Raises InvalidRequestError for beams of one prompt that could not run together."""
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         limit = getattr(config, name)
         if width > limit:
             raise InvalidRequestError(f"n={width} beams are more than {name}={limit}", "n")
     # The full blocks of the prompt are held once; all else may differ from beam to beam.
-    first = group.requests[0]
-    num_shared = first.num_prompt_tokens // config.block_size
-    num_blocks = -(-(first.num_prompt_tokens + first.max_tokens) // config.block_size)
+    num_shared = num_prompt_tokens // config.block_size
+    num_blocks = -(-(num_prompt_tokens + max_tokens) // config.block_size)
     needed = num_shared + width * (num_blocks - num_shared)
     if needed > config.num_blocks:
         raise InvalidRequestError(
-            f"n={width} beams of {first.num_prompt_tokens} prompt tokens and "
-            f"max_tokens={first.max_tokens} may need {needed} KV blocks of {config.block_size} "
-            f"tokens, and the pool has {config.num_blocks}; lower n or max_tokens",
+            f"n={width} beams of {num_prompt_tokens} prompt tokens and max_tokens={max_tokens} "
+            f"may need {needed} KV blocks of {config.block_size} tokens, and the pool has "
+            f"{config.num_blocks}; lower n or max_tokens",
             "n",
         )

@@ -16,7 +16,7 @@ from rawpaged.sampling_params import SamplingParams
 from rawpaged.server.body import json_response, read_body
 from rawpaged.server.context import CONTEXT, ServerContext
 from rawpaged.server.generation import generate_all, name_request, validate_all
-from rawpaged.server.logprobs import chat_logprobs, prompt_logprobs
+from rawpaged.server.logprobs import add_beam_scores, chat_logprobs, prompt_logprobs
 from rawpaged.server.prompts import encode_chat
 from rawpaged.server.protocol import (
     NEUTRAL_CHAT_VALUES,
@@ -167,7 +167,7 @@ class ChatAnswer:
         )
 
     def _choice(self, sample: CompletionOutput) -> ChatChoice:
-        return ChatChoice(
+        choice = ChatChoice(
             index=sample.index,
             message=ResponseMessage(content=sample.text),
             logprobs=self._logprobs(sample),
@@ -175,6 +175,8 @@ class ChatAnswer:
             stop_reason=sample.stop_reason,
             token_ids=sample.token_ids if self.body.return_token_ids else UNSET,
         )
+        add_beam_scores(choice, sample)
+        return choice
 
     def _chunk_choice(self, sample: CompletionOutput) -> ChunkChoice:
         return ChunkChoice(

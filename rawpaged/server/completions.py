@@ -16,7 +16,11 @@ from rawpaged.sampling_params import SamplingParams
 from rawpaged.server.body import json_response, read_body
 from rawpaged.server.context import CONTEXT, ServerContext
 from rawpaged.server.generation import generate_all, name_request, validate_all
-from rawpaged.server.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from rawpaged.server.logprobs import (
+    CompletionLogprobsWriter,
+    add_beam_scores,
+    prompt_logprobs,
+)
 from rawpaged.server.prompts import Prompt, encode_prompts, split_prompts
 from rawpaged.server.protocol import (
     MAX_CHOICES,
@@ -163,6 +167,8 @@ class CompletionAnswer:
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
+        if not self._scores_only:
+            add_beam_scores(choice, sample)
         if self.body.return_token_ids:
             choice.token_ids = [] if self._scores_only else sample.token_ids
             if is_first:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from rawpaged.outputs import Logprob, TokenLogprobs
+from rawpaged.outputs import CompletionOutput, Logprob, TokenLogprobs
 from rawpaged.server.responses import (
+    ChatChoice,
     ChatLogprobs,
     ChatTokenLogprob,
+    CompletionChoice,
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
@@ -85,6 +88,16 @@ def prompt_logprobs(positions: Sequence[TokenLogprobs | None]) -> PromptLogprobs
         }
         for position in positions
     ]
+
+
+def add_beam_scores(choice: CompletionChoice | ChatChoice, sample: CompletionOutput) -> None:
+    """What a beam search found the sample to be worth; other samples have no scores."""
+    if sample.beam_score is None or sample.cumulative_logprob is None:
+        return
+    # Sums, and sums times a power of the length, may well be below LOWEST_LOGPROB.
+    for name in ("cumulative_logprob", "beam_score"):
+        value = getattr(sample, name)
+        setattr(choice, name, value if math.isfinite(value) else LOWEST_LOGPROB)
 
 
 def _top_logprob(token_id: int, entry: Logprob, tokens_as_ids: bool) -> TopLogprob:

@@ -45,6 +45,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool | None = None
@@ -58,6 +61,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequestError("stream_options needs stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
+        if self.use_beam_search and self.stream:
+            raise InvalidRequestError(
+                "use_beam_search needs stream=false: beams change until the search has ended",
+                "use_beam_search",
+            )
 
     def sampling_params(self, **overrides: int | None) -> SamplingParams:
         """The engine's parameters; raises InvalidRequestError for a value out of range."""
@@ -162,14 +170,12 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "cache_salt": (None,),
     "detokenize": (None, True),
-    "early_stopping": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_choice": (None,),
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
-    "length_penalty": (None, 1.0),
     "logits_processors": (None, []),
     "metadata": (None, {}),
     "parallel_tool_calls": (None, True),
@@ -183,7 +189,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "tools": (None, []),
     "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
 }
 NEUTRAL_CHAT_VALUES: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,

@@ -62,6 +62,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    cumulative_logprob: float | UnsetType = UNSET
+    beam_score: float | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -90,6 +92,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    cumulative_logprob: float | UnsetType = UNSET
+    beam_score: float | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

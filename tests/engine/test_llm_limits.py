@@ -36,6 +36,9 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "logprobs": [-1, 1.5, "1", True],
     "prompt_logprobs": [-1, 1.5, True],
     "output_kind": [None, 2, "DELTA"],
+    "use_beam_search": [None, 1, "yes"],
+    "length_penalty": [-10.1, 10.1, NAN, None, True, 2.0],
+    "early_stopping": [None, 0, 1.0, "always", True],
 }
 WRONG_FOR_THE_MODEL: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {VOCAB_SIZE: 1.0}}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rawpaged.config import EngineConfig
@@ -209,6 +210,10 @@ class FakeEngine:
                     stop_reason=None,
                 )
             )
+            if params.use_beam_search:
+                # The third beam had no probability at all.
+                score = -20000.0 * (index + 1) if index < 2 else float("-inf")
+                samples[-1] = replace(samples[-1], cumulative_logprob=score, beam_score=score / 2)
         positions: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None and (step == 0 or not is_delta):
             count = params.prompt_logprobs

@@ -46,6 +46,9 @@ SHARED_WRONG_VALUES: dict[str, Sequence[Any]] = {
     "min_tokens": ("1", -1, 1.5, 300),
     "prompt_logprobs": ("1", -1, 21, True),
     "skip_special_tokens": ("true", 0),
+    "use_beam_search": ("true", 1),
+    "length_penalty": ("1", True, 0.5, -11, BIG),
+    "early_stopping": (1, "always", True, "never", []),
     "return_token_ids": ("true", 1, None),
     "return_tokens_as_token_ids": ("true", 1, None),
     "stream": ("true", 1),
@@ -121,7 +124,6 @@ CHAT_WRONG_VALUES: dict[str, Sequence[Any]] = {
 UNSUPPORTED: dict[str, Any] = {
     "best_of": 2,
     "suffix": "end",
-    "use_beam_search": True,
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "logits_processors": ["x"],

@@ -1,0 +1,54 @@
+"""Tells the stats logger of an engine's limits and of every step."""
+
+from __future__ import annotations
+
+from rawpaged.backend import Backend
+from rawpaged.engine.stats import EngineLimits, StatsLogger, StepStats
+from rawpaged.scheduler.scheduler import Scheduler
+
+
+class StepRecorder:
+    """Turns the scheduler's totals into what has been added since the last step."""
+
+    def __init__(
+        self, scheduler: Scheduler, backend: Backend, stats_logger: StatsLogger | None
+    ) -> None:
+        self._scheduler = scheduler
+        self._stats_logger = stats_logger
+        self._counted = (0, 0)
+        if stats_logger is not None:
+            stats_logger.record_start(_limits(scheduler, backend))
+
+    def record_step(self) -> None:
+        """A step is over, or nothing runs any more."""
+        if self._stats_logger is None:
+            return
+        s = self._scheduler
+        totals = (s.num_prompt_tokens, s.num_generation_tokens)
+        prompt, generation = (
+            now - before for now, before in zip(totals, self._counted, strict=True)
+        )
+        self._counted = totals
+        self._stats_logger.record_step(
+            StepStats(
+                num_running=s.num_running,
+                num_waiting=s.num_waiting,
+                kv=s.kv_stats(),
+                num_prompt_tokens=prompt,
+                num_generation_tokens=generation,
+            )
+        )
+
+
+def _limits(scheduler: Scheduler, backend: Backend) -> EngineLimits:
+    config = scheduler.config
+    return EngineLimits(
+        device=backend.name,
+        dtype=backend.dtype,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
