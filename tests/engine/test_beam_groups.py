@@ -99,6 +99,22 @@ def test_aborted_at_any_step(num_steps: int) -> None:
     engine.close()
 
 
+def test_a_search_that_is_aborted_has_no_final_outputs() -> None:
+    """What has ended by then might not be among the best, so its reason is the abort too."""
+    case = next(case for case in CASES if len(case["beams"][0]["token_ids"]) == 2)
+    engine = tiny_engine(case["model"])
+    engine.add_group(search_of(case, "a"))
+    for _ in range(4):
+        engine.step()
+    output = engine.finish("a-0", FinishReason.ABORT)
+    engine.close()
+    assert output is not None
+    assert output.beams is not None
+    assert [beam.hypothesis.is_ended for beam in output.beams] == [True, False]
+    assert output.beams[0].hypothesis.token_ids == case["beams"][0]["token_ids"]
+    assert {beam.finish_reason for beam in output.beams} == {FinishReason.ABORT}
+
+
 def test_a_failed_step_ends_the_search_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine()
     engine.add_group(search("a", PROMPT, n=3))

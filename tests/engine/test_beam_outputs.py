@@ -27,6 +27,7 @@ def find(llm: LLM, prompt: str | list[int] = PROMPT, **params: Any) -> RequestOu
     assert len(scores) == given["n"]
     assert scores == sorted(scores, reverse=True)
     assert engine_of(llm).scheduler.num_used_blocks == 0
+    assert not llm._thread._processor._samples
     return output
 
 
@@ -84,15 +85,18 @@ def test_end_of_sequence(llm: LLM, tmp_path: Path) -> None:
         assert (both.token_ids, both.finish_reason, both.stop_reason) == ([eos], "stop", eos)
 
 
-@pytest.mark.parametrize("min_tokens", [0, 5])
-def test_sums_are_those_of_the_prompt_scored(llm: LLM, min_tokens: int) -> None:
-    """Each output given back as a prompt has the log-probability that the search told."""
-    output = find(llm, logprobs=3, stop_token_ids=some_stops(llm), min_tokens=min_tokens)
+@pytest.mark.parametrize(("min_tokens", "num_logprobs"), [(0, 3), (5, 0), (5, 20)])
+def test_sums_are_those_of_the_prompt_scored(llm: LLM, min_tokens: int, num_logprobs: int) -> None:
+    """Each output given back as a prompt has the log-probability that the search told.
+
+    That holds for fewer log-probabilities than a search needs, and for more.
+    """
+    output = find(llm, logprobs=num_logprobs, stop_token_ids=some_stops(llm), min_tokens=min_tokens)
     num_prompt = len(output.prompt_token_ids)
     for sample in output.outputs:
         assert len(sample.token_ids) > min_tokens or sample.finish_reason == "length"
         whole = output.prompt_token_ids + sample.token_ids
-        score = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3)
+        score = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs)
         (scored,) = llm.generate([whole], score, use_tqdm=False)
         assert scored.prompt_logprobs is not None
         expected = scored.prompt_logprobs[num_prompt:]
