@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rawpaged.backend import MAX_TOP_LOGPROBS
 from rawpaged.errors import BackendError
 from rawpaged.gpu.arrays import ArrayInfo, array_info, check
 from rawpaged.gpu.module import (
@@ -18,6 +17,8 @@ from rawpaged.gpu.module import (
 
 MAX_VOCAB_SIZE = 1 << 20
 """So that sums of fixed-point weights stay within 64 bits."""
+MAX_TOP_LOGPROBS = 1024
+"""Tokens that a row's log-probabilities may list, held in shared memory."""
 
 _SAMPLE = KernelDeclaration(
     "sample.cu",

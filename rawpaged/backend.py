@@ -18,9 +18,6 @@ import numpy.typing as npt
 
 from rawpaged.tracing import RangeSink
 
-MAX_TOP_LOGPROBS = 1024
-"""Tokens of a row that `Backend.token_logprobs` lists at most."""
-
 
 class Array(Protocol):
     """Array on the device: a NumPy array on the CPU, a CuPy array on a GPU."""
@@ -380,10 +377,7 @@ class Backend(Protocol):
     def token_logprobs(
         self, logits: Any, token_ids: npt.NDArray[np.int32], k: int
     ) -> TokenLogprobRows:
-        """Log-probabilities of the given tokens and of the k likeliest, by row.
-
-        k may be MAX_TOP_LOGPROBS and the size of the vocabulary at most.
-        """
+        """Log-probabilities of the given tokens and of the k likeliest, by row."""
         ...
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rawpaged.backend import MAX_TOP_LOGPROBS
 from rawpaged.config import SchedulerConfig
 from rawpaged.errors import InvalidRequestError
 from rawpaged.models.config import ModelConfig
-from rawpaged.sampling_params import SamplingParams
+from rawpaged.sampling_params import MAX_BEAM_CANDIDATES, SamplingParams
 from rawpaged.scheduler.limits import check_lockstep
 from rawpaged.tokenization.tokenizer import Tokenizer
 
@@ -102,11 +101,11 @@ class Admission:
             self.scheduler_config,
         )
         stops = {*(params.stop_token_ids or ()), *self.model_config.eos_token_ids}
-        most = min(MAX_TOP_LOGPROBS, self.model_config.vocab_size)
+        most = min(MAX_BEAM_CANDIDATES, self.model_config.vocab_size)
         if params.n + len(stops) > most:
             raise InvalidRequestError(
                 f"n={params.n} beams and {len(stops)} stop tokens are more than {most} together, "
-                "the likeliest tokens that a step can list",
+                "the most candidates that a beam can have",
                 "n",
             )
 

@@ -13,7 +13,8 @@ import pytest
 from rawpaged import LLM, AsyncEngine, RequestOutputKind, SamplingParams
 from rawpaged.errors import InvalidRequestError
 from rawpaged.outputs import RequestOutput
-from tests.tiny import EOS, LLAMA, VOCAB_SIZE, engine_of, tiny_config
+from rawpaged.sampling_params import MAX_BEAM_CANDIDATES
+from tests.tiny import EOS, LLAMA, engine_of, tiny_config
 
 PROMPT = "the other three"
 
@@ -186,11 +187,25 @@ def test_what_does_not_go_with_it(name: str) -> None:
     assert len(str(caught.value)) < 250
 
 
-def test_a_search_of_the_whole_vocabulary(llm: LLM) -> None:
-    """As many candidates as there are tokens; one more is refused."""
-    stops = list(range(VOCAB_SIZE - 32))
+def test_the_most_candidates(llm: LLM) -> None:
+    """As many beams and stop tokens as there may be; one more beam is refused."""
+    stops = list(range(MAX_BEAM_CANDIDATES - 32))
     assert EOS in stops
     output = find(llm, n=32, max_tokens=3, stop_token_ids=stops, early_stopping=True)
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == 32
     with pytest.raises(InvalidRequestError, match="stop tokens"):
         find(llm, n=33, stop_token_ids=stops)
+
+
+def test_a_search_of_the_whole_vocabulary(tmp_path: Path) -> None:
+    """A beam can choose from no more than there is."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    config = json.loads((Path(LLAMA) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "vocab_size": 16}))
+    with LLM(tiny_config(model=str(directory), load_format="dummy", max_logprobs=16)) as llm:
+        stops = [EOS, *range(5, 10)]
+        output = find(llm, [3, 4], n=10, stop_token_ids=stops)
+        assert len({tuple(sample.token_ids) for sample in output.outputs}) == 10
+        with pytest.raises(InvalidRequestError, match="more than 16 together"):
+            find(llm, [3, 4], n=11, stop_token_ids=stops)
