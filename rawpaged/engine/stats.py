@@ -14,6 +14,7 @@ class EngineLimits:
 
     device: str
     dtype: str
+    cache_dtype: str
     num_blocks: int
     block_size: int
     max_model_len: int

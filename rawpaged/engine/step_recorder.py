@@ -45,6 +45,7 @@ def _limits(scheduler: Scheduler, backend: Backend) -> EngineLimits:
     return EngineLimits(
         device=backend.name,
         dtype=backend.dtype,
+        cache_dtype=backend.kv_cache_dtype,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_model_len=config.max_model_len,

@@ -106,6 +106,7 @@ class PrometheusStats:
         self._show(
             "cache_config_info",
             block_size=limits.block_size,
+            cache_dtype=limits.cache_dtype,
             num_gpu_blocks=limits.num_blocks,  # vLLM's name, on any device
             enable_prefix_caching=limits.enable_prefix_caching,
         )

@@ -14,6 +14,7 @@ from tests.server.conftest import Server
 LIMITS = EngineLimits(
     device="cpu",
     dtype="float32",
+    cache_dtype="int8",
     num_blocks=100,
     block_size=16,
     max_model_len=1000,
@@ -155,8 +156,8 @@ def test_values_under_both_names() -> None:
 def test_the_configuration_is_told_in_labels() -> None:
     text = recorded().render().decode()
     assert (
-        'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",model_name="m",'
-        'num_gpu_blocks="100"} 1.0' in text
+        'vllm:cache_config_info{block_size="16",cache_dtype="int8",'
+        'enable_prefix_caching="True",model_name="m",num_gpu_blocks="100"} 1.0' in text
     )
     assert (
         'rawpaged:engine_config_info{device="cpu",dtype="float32",max_model_len="1000",'

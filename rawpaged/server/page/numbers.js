@@ -54,9 +54,10 @@ export function showServer(model, limits) {
   document.title = `${model} · rawpaged`;
   setText(byId("model"), model);
   if (limits.device === undefined) return; // an engine that tells nothing of itself
+  const elements = limits.cache_dtype === limits.dtype ? "" : `, ${limits.cache_dtype}`;
   const entries = [
     ["device", `${limits.device} ${limits.dtype}`],
-    ["pool", `${count(limits.num_gpu_blocks)} × ${limits.block_size} tokens`],
+    ["pool", `${count(limits.num_gpu_blocks)} × ${limits.block_size} tokens${elements}`],
     ["longest request", `${count(limits.max_model_len)} tokens`],
     ["step", `${count(limits.max_num_seqs)} requests, ${count(limits.max_num_batched_tokens)} tokens`],
     ["prefix cache", limits.enable_prefix_caching === "True" ? "on" : "off"],
