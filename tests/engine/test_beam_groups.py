@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rawpaged.engine.model_runner import StepResult
+from rawpaged.engine.sampler import NO_TOKEN
 from rawpaged.request import FinishReason, Request, RequestGroup
 from tests.engine.beams import CASES, assert_golden, run_searches, search, search_of
 from tests.engine.helpers import request, run, tiny_engine
@@ -113,6 +116,34 @@ def test_a_search_that_is_aborted_has_no_final_outputs() -> None:
     assert [beam.hypothesis.is_ended for beam in output.beams] == [True, False]
     assert output.beams[0].hypothesis.token_ids == case["beams"][0]["token_ids"]
     assert {beam.finish_reason for beam in output.beams} == {FinishReason.ABORT}
+
+
+def test_broken_logits_of_a_beam_end_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one, with an error; another search in the same step goes on."""
+    engine = tiny_engine()
+    engine.add_group(search("a", PROMPT, n=3))
+    engine.add_group(search("b", PROMPT, n=2))
+    for _ in range(4):
+        engine.step()
+    execute = engine.runner.execute
+
+    def broken(*args: Any) -> StepResult:
+        result = execute(*args)
+        token = replace(result.sampled["a-1"], token_id=NO_TOKEN)
+        return replace(result, sampled={**result.sampled, "a-1": token})
+
+    monkeypatch.setattr(engine.runner, "execute", broken)
+    (output,) = engine.step()
+    monkeypatch.undo()
+    assert output.request_id == "a-0"
+    assert "not finite" in (output.error or "")
+    engine.scheduler.check_integrity()
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert [output.request_id for output in outputs] == ["b-0"]
+    assert engine.scheduler.num_used_blocks == 0
+    engine.close()
 
 
 def test_a_failed_step_ends_the_search_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

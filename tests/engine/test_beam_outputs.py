@@ -145,6 +145,22 @@ def test_only_the_final_output_is_sent(async_engine: AsyncEngine) -> None:
         asyncio.run(read(RequestOutputKind.DELTA))
 
 
+def test_aborted_by_its_user(async_engine: AsyncEngine) -> None:
+    async def abort() -> list[RequestOutput]:
+        params = SamplingParams(use_beam_search=True, n=3, max_tokens=200, ignore_eos=True)
+        stream = async_engine.generate(PROMPT, params, request_id="a")
+        await async_engine.abort("a")
+        return [output async for output in stream]
+
+    (output,) = asyncio.run(abort())
+    assert output.finished
+    assert [sample.finish_reason for sample in output.outputs] == ["abort"] * 3
+    lengths = {len(sample.token_ids) for sample in output.outputs}
+    assert len(lengths) == 1
+    assert lengths.pop() < 200
+    assert engine_of(async_engine).scheduler.num_used_blocks == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "params", "message"),
     [
