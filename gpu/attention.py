@@ -236,9 +236,16 @@ class PagedAttention:
         return self.num_heads // self.num_kv_heads
 
     def plan(
-        self, query_start_loc: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
+        self,
+        query_start_loc: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        is_prefill: npt.NDArray[np.bool_] | None = None,
     ) -> AttentionWork:
-        """The work of a batch, on the host; queries are a request's last positions."""
+        """The work of a batch, on the host; queries are a request's last positions.
+
+        `is_prefill` bool[num_reqs] says which requests go to the prefill kernel, of whatever number
+        of queries; the others have one. None: those with several.
+        """
         return split_work(
             query_start_loc,
             seq_lens,
@@ -246,6 +253,7 @@ class PagedAttention:
             tile_rows=self.tile.rows,
             partition_tokens=self.partition_tokens,
             max_items=self.max_items,
+            is_prefill=is_prefill,
         )
 
     def __call__(

@@ -68,15 +68,20 @@ def split_work(
     tile_rows: int,
     partition_tokens: int,
     max_items: int,
+    is_prefill: npt.NDArray[np.bool_] | None = None,
 ) -> AttentionWork:
     """Partitions of requests with one query and tiles of the others; NumPy arrays.
+
+    `is_prefill` bool[num_reqs] tells which get tiles; the rest have one query. None: those with
+    more than one.
 
     `group` is query heads a KV head, `tile_rows` what a prefill block takes, `max_items` the rows
     of the workspace. Requests without queries get no work. Raises BackendError when a request
     alone has more partitions than that.
     """
     queries = np.diff(query_start_loc)
-    single = np.flatnonzero(queries == 1)
+    tiled = queries > 1 if is_prefill is None else is_prefill & (queries > 0)
+    single = np.flatnonzero((queries == 1) & ~tiled)
     partitions = -(-seq_lens[single] // partition_tokens)
     if partitions.size and partitions.max() > max_items:
         raise BackendError(
@@ -84,8 +89,7 @@ def split_work(
             f"the workspace holds {max_items}"
         )
     rounds = tuple(_decode_rounds(single, partitions, max_items))
-    several = np.flatnonzero(queries > 1)
-    tiles = _prefill_tiles(several, queries, seq_lens, group, tile_rows)
+    tiles = _prefill_tiles(np.flatnonzero(tiled), queries, seq_lens, group, tile_rows)
     return AttentionWork(rounds, tiles, len(tiles))
 
 

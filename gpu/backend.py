@@ -35,8 +35,15 @@ from rawpaged.gpu.norm import RmsNorm
 from rawpaged.gpu.packing import Layout, ReusedMemory, upload_together
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.gpu.static_plan import DecodePlan
+from rawpaged.gpu.token_roles import split_roles
 from rawpaged.gpu.tuned import linear_tiles
 from rawpaged.tracing import RangeSink
+
+_INDEX_ARRAYS = (
+    *("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables"),
+    "logits_rows",
+)
+"""Of a batch and of a plan: what goes to the device."""
 
 
 class CudaBackend:
@@ -158,14 +165,23 @@ class CudaBackend:
 
     def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
         attention = self._cache_ops.attention(num_heads, num_kv_heads)
-        work = attention.plan(meta.query_start_loc, meta.seq_lens)
-        arrays: list[npt.NDArray[Any]] = [getattr(meta, field.name) for field in fields(meta)]
-        first_of_work = len(arrays)
+        if meta.num_prompt_tokens is None:
+            work = attention.plan(meta.query_start_loc, meta.seq_lens)
+        else:
+            parts = split_roles(meta)
+            work = attention.plan(parts.query_start_loc, parts.seq_lens, parts.is_prompt)
+            meta = replace(
+                meta,
+                query_start_loc=parts.query_start_loc,
+                seq_lens=parts.seq_lens,
+                block_tables=parts.block_tables,
+            )
+        arrays: list[npt.NDArray[Any]] = [getattr(meta, name) for name in _INDEX_ARRAYS]
         work.upload(arrays.append)
         on_device = upload_together(self.device, arrays)
-        rest = iter(on_device[first_of_work:])
+        rest = iter(on_device[len(_INDEX_ARRAYS) :])
         return AttentionPlan(
-            **dict(zip((field.name for field in fields(meta)), on_device, strict=False)),
+            **dict(zip(_INDEX_ARRAYS, on_device, strict=False)),
             num_tokens=len(meta.token_ids),
             work=work.upload(lambda array: next(rest)),
         )

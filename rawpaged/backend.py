@@ -86,11 +86,18 @@ class BatchMeta:
     seq_lens: npt.NDArray[np.int32]  # i32[num_reqs], tokens of KV after the step
     block_tables: npt.NDArray[np.int32]  # i32[num_reqs, max_blocks]
     logits_rows: npt.NDArray[np.int32]  # i32[num_rows], token rows whose logits are wanted
+    num_prompt_tokens: npt.NDArray[np.int32] | None = None
+    """i32[num_reqs]. Where it is given, the kernel that takes a token may depend on whether the
+    token is one of the prompt's, and on nothing else of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A batch's index arrays on the device, made once a step and used by every layer."""
+    """A batch's index arrays on the device, made once a step and used by every layer.
+
+    Those of attention, from query_start_loc to block_tables, may be of parts of requests, as the
+    backend splits them.
+    """
 
     token_ids: Any  # i32[num_tokens]
     positions: Any  # i32[num_tokens]

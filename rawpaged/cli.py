@@ -131,6 +131,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
             "action": argparse.BooleanOptionalAction,
             "help": "decode without captured steps (CUDA graphs, recordings)",
         },
+        "batch_invariant": {
+            "action": argparse.BooleanOptionalAction,
+            "help": "on a GPU: bits of results depend on no other request (on a CPU they never do)",
+        },
         "max_num_seqs": {"type": int, "help": "most requests in a step"},
         "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
         "enable_prefix_caching": {"action": argparse.BooleanOptionalAction},

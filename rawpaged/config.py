@@ -16,6 +16,7 @@ DEVICE_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16")
 _STRINGS = ("model", "device", "dtype", "kv_cache_dtype", "load_format")
 _OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision")
 _INTEGERS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed")
+_BOOLEANS = ("enable_prefix_caching", "enforce_eager", "batch_invariant")
 _OPTIONAL_INTEGERS = (
     "max_model_len",
     "num_gpu_blocks_override",
@@ -59,6 +60,9 @@ class EngineConfig:
     """Share of a GPU's memory for weights, workspace and KV pool together."""
     enforce_eager: bool = False
     """No captured decode steps: no CUDA graphs on a GPU, no replayed recordings on a CPU."""
+    batch_invariant: bool = False
+    """Results that do not depend on other requests, chunks, caches and preemption, bit for bit.
+    On a CPU they never do; on a GPU it costs a little (docs/gpu.md)."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     max_num_batched_tokens: int = 512
@@ -139,7 +143,7 @@ class EngineConfig:
             (_OPTIONAL_STRINGS, (str, type(None)), "a string or None"),
             (_INTEGERS, (int,), "an integer"),
             (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
-            (("enable_prefix_caching", "enforce_eager"), (bool,), "true or false"),
+            (_BOOLEANS, (bool,), "true or false"),
             (("gpu_memory_utilization",), (int, float), "a number"),
         ):
             for name in names:
@@ -158,6 +162,8 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False
+    """Whether blocks that hold generated tokens are kept out of the prefix cache."""
 
     def __post_init__(self) -> None:
         for name in (

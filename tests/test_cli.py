@@ -195,17 +195,22 @@ def test_every_flag_reaches_the_configuration() -> None:
         "max_num_seqs": 14, "max_num_batched_tokens": 15, "max_logprobs": 16, "num_threads": 17,
         "seed": 18,
     }  # fmt: skip
-    switches = {"enable_prefix_caching", "enforce_eager"}
+    switches = {"enable_prefix_caching", "enforce_eager", "batch_invariant"}
     others = {"gpu_memory_utilization"}  # refused on a CPU, see test_memory_plan.py
     assert {*values, *switches, *others} == {field.name for field in fields(EngineConfig)}
-    arguments = ["m", "--no-enable-prefix-caching", "--enforce-eager"]
+    arguments = ["m", "--no-enable-prefix-caching", "--enforce-eager", "--batch-invariant"]
     for name, value in list(values.items())[1:]:
         arguments += ["--" + name.replace("_", "-"), str(value)]
     for command in COMMANDS:
         rest = ["hello"] if command == "generate" else []
         args = cli._parser().parse_args([command, *arguments, *rest])
         config = cli._engine_config(args)
-        expected: dict[str, Any] = {**values, "enable_prefix_caching": False, "enforce_eager": True}
+        expected: dict[str, Any] = {
+            **values,
+            "enable_prefix_caching": False,
+            "enforce_eager": True,
+            "batch_invariant": True,
+        }
         assert config == EngineConfig(**expected)
 
 

@@ -24,9 +24,14 @@ def graph_buckets(most: int) -> list[int]:
 
 
 def is_decode(meta: BatchMeta) -> bool:
-    """Whether every request of the batch has one token and wants its logits."""
+    """Whether every request of the batch has one token and wants its logits.
+
+    Where tokens of prompts have kernels of their own, none of them may be among these.
+    """
     num_reqs = len(meta.seq_lens)
-    return len(meta.token_ids) == num_reqs == len(meta.logits_rows)
+    if not len(meta.token_ids) == num_reqs == len(meta.logits_rows):
+        return False
+    return meta.num_prompt_tokens is None or bool((meta.seq_lens > meta.num_prompt_tokens).all())
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ def _make_runner(
         block_size=plan.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
+        batch_invariant=config.batch_invariant and config.device != "cpu",
         progress=True,
         reload_weights=_reloader(config, checkpoint, backend),
     )

@@ -166,6 +166,8 @@ def scheduler_config(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        # A CPU's results do not depend on who computed a block, so all may be shared.
+        batch_invariant=config.batch_invariant and config.device != "cpu",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class ModelRunner:
         max_model_len: int,
         kv_scales: Sequence[KVScales] | None = None,
         enforce_eager: bool = False,
+        batch_invariant: bool = False,
         progress: bool = False,
         reload_weights: Callable[[], LlamaWeights] | None = None,
     ) -> None:
@@ -80,6 +81,7 @@ class ModelRunner:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._enforce_eager = enforce_eager
+        self._batch_invariant = batch_invariant
         self._progress = progress
         self._graphs: DecodeGraphs | None = None
         self._allocate(weights)
@@ -198,7 +200,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
         """Compute KV of all scheduled tokens and a token for each request that samples."""
         self._copy_blocks(output)
-        meta = make_batch(output, self.block_size)
+        meta = self._make_batch(output, requests)
         sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
         if self._uses_graphs and is_decode(meta):
             assert self._graphs is not None
@@ -231,6 +233,15 @@ class ModelRunner:
         self._resting = None
         self._reload_weights = None
         self.backend.close()
+
+    def _make_batch(
+        self, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> BatchMeta:
+        meta = make_batch(output, self.block_size)
+        if not self._batch_invariant:
+            return meta
+        prompts = [requests[item.request_id].num_prompt_tokens for item in output.scheduled]
+        return replace(meta, num_prompt_tokens=np.array(prompts, np.int32))
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
         if output.block_copies:

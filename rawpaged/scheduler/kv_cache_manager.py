@@ -31,8 +31,17 @@ class KVCacheManager:
     replaced: a block that others hold too, by a copy, before the request writes to it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool = True,
+        *,
+        publish_generated: bool = True,
+    ) -> None:
+        """Without `publish_generated`, blocks that hold generated tokens stay private."""
         self.block_size = block_size
+        self._publish_generated = publish_generated
         self.block_pool = BlockPool(num_blocks, enable_caching)
         self._allocations: dict[str, _Allocation] = {}
         self._copies: list[tuple[int, int]] = []
@@ -180,8 +189,11 @@ class KVCacheManager:
         known already      published now                                      | stays private
         """
         allocation = self._allocations[request.request_id]
-        num_full_blocks = request.num_computed_tokens // self.block_size
-        if num_full_blocks == allocation.num_published or not allocation.publishes:
+        num_tokens = request.num_computed_tokens
+        if not self._publish_generated:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        num_full_blocks = num_tokens // self.block_size
+        if num_full_blocks <= allocation.num_published or not allocation.publishes:
             return
         if self.block_pool.enable_caching:
             extend_block_hashes(request, self.block_size)

@@ -38,7 +38,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv_cache_manager = KVCacheManager(
-            config.num_blocks, config.block_size, config.enable_prefix_caching
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            publish_generated=not config.batch_invariant,
         )
         self._requests: dict[str, Request] = {}
         self._running = GroupQueue()

@@ -50,6 +50,8 @@ def gpu_engine(
     enforce_eager: bool = True,
     num_blocks: int = 40,
     budget: int = 64,
+    batch_invariant: bool = False,
+    enable_prefix_caching: bool = True,
 ) -> Engine:
     """A tiny checkpoint's engine over simulated kernels."""
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
@@ -66,6 +68,7 @@ def gpu_engine(
         max_model_len=MAX_MODEL_LEN,
         kv_scales=kv_scales,
         enforce_eager=enforce_eager,
+        batch_invariant=batch_invariant,
     )
     config = SchedulerConfig(
         num_blocks=num_blocks,
@@ -73,6 +76,8 @@ def gpu_engine(
         max_model_len=min(MAX_MODEL_LEN, 16 * num_blocks),
         max_num_seqs=4,
         max_num_batched_tokens=budget,
+        enable_prefix_caching=enable_prefix_caching,
+        batch_invariant=batch_invariant,
     )
     return Engine(config, runner)
 

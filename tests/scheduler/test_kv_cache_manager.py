@@ -170,6 +170,16 @@ def test_prompt_logprobs_publish_but_do_not_read() -> None:
     assert manager.get_computed_blocks(make_request("C", range(9), prompt_logprobs=0)) == ([], 0)
 
 
+def test_generated_tokens_may_be_kept_out_of_the_cache() -> None:
+    """A block that is half a prompt's is not published either, nor what comes after it."""
+    for publish_generated, found in ((True, [0, 1, 2]), (False, [0])):
+        manager = KVCacheManager(8, 4, publish_generated=publish_generated)
+        a = make_request("A", range(6))
+        start(manager, a)
+        generate(manager, a, *range(6, 13))
+        assert manager.get_computed_blocks(make_request("B", range(13)))[0] == found
+
+
 def test_without_caching_nothing_is_hashed_or_found() -> None:
     manager = KVCacheManager(num_blocks=8, block_size=4, enable_caching=False)
     a = make_request("A", range(9))
