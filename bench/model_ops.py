@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.attention_cases import BLOCK_SIZE, MAX_POOL_BYTES, make_batch
+from bench.replay_operands import new_cache
 from rawpaged.backend import Backend, LogitEdits, SamplingRows
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.op_recording import Recording
@@ -57,7 +58,7 @@ def record_model(
     if not steps:
         raise ValueError(f"no step has one of {list(rows)} rows over one of {list(contexts)} keys")
     num_blocks = max(step.requests * -(-step.context // BLOCK_SIZE) for step in steps)
-    cache = backend.new_kv_cache(max(2, num_blocks), model.num_kv_heads, model.head_dim, BLOCK_SIZE)
+    cache = new_cache(backend, max(2, num_blocks), model.num_kv_heads, model.head_dim, BLOCK_SIZE)
     recorder = OpRecorder(backend, lambda: [cache])
     llama = Llama(
         layer,

@@ -14,6 +14,8 @@ from bench.rows import Origin
 from rawpaged.engine.op_recording import read_recording
 from rawpaged.weights.checkpoint import read_model_config
 
+KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8"}
+"""Caches of bytes by what they may be called; all others have the weights' type."""
 _ROWS, _CONTEXTS = (1, 8, 32, 128, 512), (128, 1024)
 
 
@@ -32,6 +34,11 @@ def add_ops_flags(parser: argparse.ArgumentParser) -> None:
         help="of weights and KV; default: bfloat16 float32 on the CPU, bfloat16 elsewhere, and the "
         "recording's with --replay",
     )
+    add(
+        "--kv-cache-dtype",
+        choices=["auto", *KV_DTYPES],
+        help="auto: that of the weights; default: auto, and the recording's with --replay",
+    )
     add("--threads", type=int, nargs="+", help="CPU threads; default: all usable cores")
     add("--seconds", type=float, default=0.25, help="time spent on each case")
     add("--seed", type=int, default=0)
@@ -43,7 +50,7 @@ def add_ops_flags(parser: argparse.ArgumentParser) -> None:
 def run_ops_command(given: argparse.Namespace, origin: Origin) -> int:
     """Run what was asked for; returns how many ops failed. Raises ValueError where flags clash."""
     if given.replay is None and given.device == "cpu":
-        _refuse(given, "with --replay or another --device", "only", "calls")
+        _refuse(given, "with --replay or another --device", "only", "calls", "kv_cache_dtype")
         return run_ops(_cpu_options(given), origin)
     if given.calls is not None and given.calls < 1:
         raise ValueError(f"--calls {given.calls} must be at least 1")
@@ -56,11 +63,16 @@ def run_ops_command(given: argparse.Namespace, origin: Origin) -> int:
         return _run_model_ops(given, origin)
     _refuse(given, "without --replay", "config", "rows", "contexts")
     recording = read_recording(given.replay)
+    kv_cache_dtype = given.kv_cache_dtype or recording.about.kv_cache_dtype
     failures = 0
     for dtype in given.dtypes or [recording.about.dtype]:
         for threads in given.threads or [None]:
             place = open_place(
-                given.device, dtype=dtype, threads=threads, measures=given.calls is None
+                given.device,
+                dtype=dtype,
+                kv_cache_dtype=KV_DTYPES.get(kv_cache_dtype),
+                threads=threads,
+                measures=given.calls is None,
             )
             try:
                 failures += run_replay(
@@ -77,7 +89,12 @@ def _run_model_ops(given: argparse.Namespace, origin: Origin) -> int:
     rows, contexts = given.rows or _ROWS, given.contexts or _CONTEXTS
     failures = 0
     for dtype in given.dtypes or ["bfloat16"]:
-        place = open_place(given.device, dtype=dtype, threads=None, measures=given.calls is None)
+        place = open_place(
+            given.device,
+            dtype=dtype,
+            kv_cache_dtype=KV_DTYPES.get(given.kv_cache_dtype or "auto"),
+            measures=given.calls is None,
+        )
         try:
             recording = record_model(place.backend, model, rows, contexts)
             source = given.config or "smollm2-135m"
@@ -90,7 +107,7 @@ def _run_model_ops(given: argparse.Namespace, origin: Origin) -> int:
 def _refuse(given: argparse.Namespace, where: str, *names: str) -> None:
     for name in names:
         if getattr(given, name) is not None:
-            raise ValueError(f"--{name} has a meaning {where} only")
+            raise ValueError(f"--{name.replace('_', '-')} has a meaning {where} only")
 
 
 def _cpu_options(given: argparse.Namespace) -> OpsOptions:

@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.recorded_call import CallView, positions, used_blocks
-from rawpaged.backend import Backend, BatchMeta, KVCache, LogitEdits, SamplingRows
+from rawpaged.backend import (
+    LARGEST_ELEMENT,
+    Backend,
+    BatchMeta,
+    KVCache,
+    KVScales,
+    LogitEdits,
+    SamplingRows,
+)
 from rawpaged.engine.op_recording import (
     ArrayArg,
     CacheArg,
@@ -31,6 +39,8 @@ _DRAWN = 1_500_008
 """Numbers drawn for an array; a larger one has them again. No power of two, so that an index that
 has lost its upper bits does not meet the same numbers."""
 _FILLED_TOKENS = 2048
+_LARGEST_NORMAL = 6.0
+"""Keys and values beyond it are clamped in a cache of bytes."""
 _HOST_INDICES = {("copy_blocks", "pairs"), ("token_logprobs", "token_ids")}
 _FIELD_DTYPES: Mapping[str, str] = {
     **dict.fromkeys(("rows", "token_ids", "counts", "top_k"), "int32"),
@@ -144,14 +154,14 @@ class Operands:
     def _cache(self, arg: CacheArg, name: str, rng: np.random.Generator) -> KVCache:
         num_blocks = used_blocks(self._view, name)
         shape = (num_blocks, arg.num_kv_heads, arg.head_dim, arg.block_size)
-        cache = self._backend.new_kv_cache(*shape)
+        cache = new_cache(self._backend, *shape)
         fill_cache(self._backend, cache, shape, rng)
         return cache
 
     def _caches(self, arg: CachesArg, name: str) -> list[KVCache]:
         """Their contents are what the backend leaves there: copies take as long whatever it is."""
         cache, backend = arg.cache, self._backend
-        new = backend.new_kv_cache if arg.memory == "device" else backend.new_host_kv_cache
+        new = partial(new_cache, backend) if arg.memory == "device" else backend.new_host_kv_cache
         num_blocks = used_blocks(self._view, name)
         shape = (num_blocks, cache.num_kv_heads, cache.head_dim, cache.block_size)
         return [new(*shape) for _ in range(arg.num_layers)]
@@ -198,8 +208,22 @@ def make_plan(backend: Backend, plan: RecordedPlan) -> Any:
         seq_lens=np.array(plan.seq_lens, np.int32),
         block_tables=tables,
         logits_rows=np.array(plan.logits_rows, np.int32),
+        num_prompt_tokens=(
+            None if plan.num_prompt_tokens is None else np.array(plan.num_prompt_tokens, np.int32)
+        ),
     )
     return backend.plan(meta, num_heads=plan.num_heads, num_kv_heads=plan.num_kv_heads)
+
+
+def new_cache(
+    backend: Backend, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> KVCache:
+    """A pool of the backend's kv_cache_dtype; scales of bytes fit standard normal numbers."""
+    scales = None
+    if largest := LARGEST_ELEMENT.get(backend.kv_cache_dtype):
+        scale = np.full(num_kv_heads, _LARGEST_NORMAL / largest, np.float32)
+        scales = KVScales(scale, scale)
+    return backend.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size, scales)
 
 
 def new_array(backend: Backend, values: npt.NDArray[np.float32], dtype: str) -> Any:

@@ -49,15 +49,25 @@ class CpuPlace:
 
     bandwidth_name = "read"
 
-    def __init__(self, *, dtype: str, threads: int | None, measures: bool) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: str,
+        kv_cache_dtype: str | None = None,
+        threads: int | None,
+        measures: bool,
+    ) -> None:
         count = threads or usable_cores()
         peaks = measure_peaks(count) if measures else None
         self.bytes_per_s = peaks.read_bytes_per_s if peaks else None
         self.flops_per_s = peaks.flops_per_s if peaks else None
-        self.backend: Backend = open_backend("cpu", dtype=dtype, num_threads=count)
+        self.backend: Backend = open_backend(
+            "cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=count
+        )
         self.parameters: Mapping[str, object] = {
             "device": "cpu",
             "dtype": dtype,
+            "kv_cache_dtype": self.backend.kv_cache_dtype,
             "threads": count,
         }
 
@@ -79,12 +89,16 @@ class DevicePlace:
 
     bandwidth_name = "copy"
 
-    def __init__(self, target: Target, *, dtype: str, measures: bool) -> None:
+    def __init__(
+        self, target: Target, *, dtype: str, kv_cache_dtype: str | None = None, measures: bool
+    ) -> None:
         # Imported here, for it needs numba-cuda, which the CPU has no use for.
         from rawpaged.gpu.backend import CudaBackend
 
         self._target = target
-        self.backend: Backend = CudaBackend(target.device, dtype=dtype)
+        self.backend: Backend = CudaBackend(
+            target.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype
+        )
         self.bytes_per_s = self.flops_per_s = None
         if measures and not target.is_simulated:
             _, self.bytes_per_s = copy_bandwidth(target, FULL.copy_bytes, FULL.seconds)
@@ -93,6 +107,7 @@ class DevicePlace:
         self.parameters: Mapping[str, object] = {
             "device": name,
             "dtype": dtype,
+            "kv_cache_dtype": self.backend.kv_cache_dtype,
             **target.describe(),
         }
 
@@ -107,16 +122,32 @@ class DevicePlace:
         self.backend.close()
 
 
-def open_place(name: str, *, dtype: str, threads: int | None, measures: bool) -> Place:
-    """The place of a name of DEVICE_NAMES; raises BackendError where the device is not there."""
+def open_place(
+    name: str,
+    *,
+    dtype: str,
+    kv_cache_dtype: str | None = None,
+    threads: int | None = None,
+    measures: bool,
+) -> Place:
+    """The place of a name of DEVICE_NAMES; raises BackendError where the device is not there.
+
+    kv_cache_dtype is "fp8_e4m3", "int8", or None for that of the weights.
+    """
     if name == "cpu":
-        return CpuPlace(dtype=dtype, threads=threads, measures=measures)
+        return CpuPlace(
+            dtype=dtype, kv_cache_dtype=kv_cache_dtype, threads=threads, measures=measures
+        )
     if name == "cuda":
-        return DevicePlace(GpuTarget(), dtype=dtype, measures=measures)
+        return DevicePlace(
+            GpuTarget(), dtype=dtype, kv_cache_dtype=kv_cache_dtype, measures=measures
+        )
     config: Any = numba.config
     if not config.ENABLE_CUDASIM:
         raise BackendError("the simulator needs the environment variable NUMBA_ENABLE_CUDASIM=1")
-    return DevicePlace(SimulatedTarget("check"), dtype=dtype, measures=measures)
+    return DevicePlace(
+        SimulatedTarget("check"), dtype=dtype, kv_cache_dtype=kv_cache_dtype, measures=measures
+    )
 
 
 def shares(place: Place, num_bytes: float, num_flops: float) -> dict[str, Any]:

@@ -129,6 +129,9 @@ class OpRecorder:
             ),
             slot_mapping=_ints(meta.slot_mapping),
             logits_rows=_ints(meta.logits_rows),
+            num_prompt_tokens=(
+                None if meta.num_prompt_tokens is None else _ints(meta.num_prompt_tokens)
+            ),
         )
         self._plans.append(recorded)
         self._plan = plan
@@ -160,6 +163,7 @@ class OpRecorder:
             about=About(
                 device=self._backend.name,
                 dtype=self._backend.dtype,
+                kv_cache_dtype=self._backend.kv_cache_dtype,
                 activation_dtype=self._backend.activation_dtype,
                 rawpaged_version=rawpaged.__version__,
             ),

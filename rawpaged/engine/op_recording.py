@@ -152,6 +152,8 @@ class RecordedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Of each request, without what fills a row up to the longest."""
     slot_mapping: tuple[_Slot, ...]
     logits_rows: tuple[_Size, ...]
+    num_prompt_tokens: tuple[_Size, ...] | None = None
+    """With --batch-invariant on a GPU, where it decides which kernel takes a token."""
 
     @property
     def num_tokens(self) -> int:
@@ -175,7 +177,8 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     device: _Name
     dtype: _Name
-    """Of weights and KV cache."""
+    """Of weights."""
+    kv_cache_dtype: _Name
     activation_dtype: _Name
     rawpaged_version: _Name
 
@@ -246,6 +249,9 @@ def _check_plan(plan: RecordedPlan, what: str) -> None:
         raise ValueError(f"{what}: query_start_loc has not an entry more than seq_lens, from 0")
     if any(not 0 < n <= seq_len for n, seq_len in zip(lengths, plan.seq_lens, strict=True)):
         raise ValueError(f"{what}: a request has no tokens, or more than its seq_len")
+    prompts = plan.num_prompt_tokens
+    if prompts is not None and len(prompts) != num_reqs:
+        raise ValueError(f"{what}: {len(prompts)} num_prompt_tokens of {num_reqs} requests")
     if len(plan.block_tables) != num_reqs:
         raise ValueError(f"{what}: {len(plan.block_tables)} block tables of {num_reqs} requests")
     if len(plan.slot_mapping) != plan.num_tokens:

@@ -195,7 +195,7 @@ def outputs(view: CallView, seed: int) -> dict[str, npt.NDArray[np.float64]]:
         if hasattr(value, "strides") and not isinstance(value, np.generic)
     }
     for name, value in made.items():
-        if isinstance(value, KVCache):
+        if isinstance(value, KVCache) and value.key_scale is None:
             found[name] = written(view, value)
     if isinstance(given, TokenLogprobRows):
         found |= {field: getattr(given, field) for field in ("chosen", "top_logprobs", "ranks")}
@@ -272,6 +272,9 @@ def test_plans_are_those_of_the_engine(
         assert heads == expected_heads
         for field in dataclasses.fields(meta):
             made, original = getattr(meta, field.name), getattr(expected, field.name)
+            if field.name == "num_prompt_tokens":
+                assert made is original is None
+                continue
             assert made.dtype == original.dtype
             if field.name != "token_ids":
                 np.testing.assert_array_equal(made, original, err_msg=field.name)
@@ -361,9 +364,7 @@ def test_floats_have_the_types_of_the_backend(recording: Recording, place: Place
         for name, arg in view.call.args.items():
             if getattr(arg, "dtype", None) == "float32":
                 rank = len(getattr(arg, "shape", ()))
-                kinds.setdefault((view.call.op, f"{name}{rank}"), set()).add(
-                    view.float_dtype(name)
-                )
+                kinds.setdefault((view.call.op, f"{name}{rank}"), set()).add(view.float_dtype(name))
     assert kinds.pop(("linear", "out2")) == {"bfloat16", "float32"}
     wide = {key for key, found in kinds.items() if found == {"float32"}}
     assert wide == {
@@ -490,11 +491,18 @@ def test_the_command_replays_a_file(
     share = rows[0]["results"]["gb_per_s"] * 1e9 / 2e9
     assert rows[0]["results"]["bandwidth_share"] == pytest.approx(share, rel=1e-4)
     output.unlink()
-    # The type of the recording, if none is given; nothing is measured for a profiler.
+    # The types of the recording, if none is given; nothing is measured for a profiler.
     monkeypatch.setattr("bench.replay_places.measure_peaks", None)
     assert main([*given, "--calls", "2", "--output", str(output)]) == 0
-    assert {row["parameters"]["dtype"] for row in read(output)} == {"float32"}
+    first = read(output)[0]["parameters"]
+    assert (first["dtype"], first["kv_cache_dtype"]) == ("float32", "float32")
     assert "made" in capsys.readouterr().out
+    output.unlink()
+    other = ["--kv-cache-dtype", "fp8", "--dtypes", "bfloat16", "--output", str(output)]
+    attention = [*given[:4], "paged_attention", *given[5:], "--calls", "1", *other]
+    assert main(attention) == 0
+    row = read(output)[0]
+    assert row["parameters"]["kv_cache_dtype"] == "fp8_e4m3"
 
 
 def replay_peaks() -> Any:
@@ -508,6 +516,7 @@ def replay_peaks() -> Any:
     [
         (["--only", "1"], "--only has a meaning with --replay or another --device only"),
         (["--calls", "1"], "--calls has a meaning"),
+        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype has a meaning with"),
         (["--replay", "FILE", "--calls", "0"], "--calls 0 must be at least 1"),
         (["--replay", "FILE", "--rows", "3"], "--rows has a meaning without --replay only"),
         (["--replay", "FILE", "--config", "x"], "--config has a meaning without --replay only"),
@@ -542,21 +551,41 @@ def test_a_simulator_needs_numbas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def simulated(cuda_wheels: CudaWheels, numba_cuda: None) -> Iterator[Place]:
-    opened = open_place("simulator", dtype="bfloat16", threads=None, measures=False)
+def simulated(
+    request: pytest.FixtureRequest, cuda_wheels: CudaWheels, numba_cuda: None
+) -> Iterator[Place]:
+    """With a cache of the parameter's type, or of bfloat16."""
+    kv_cache_dtype = getattr(request, "param", None)
+    opened = open_place(
+        "simulator", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, measures=False
+    )
     yield opened
     opened.close()
 
 
+_OVER_CACHES = {"rope_and_store_kv", "paged_attention"}
+
+
 @pytest.mark.gpusim
-def test_simulated_kernels_give_what_the_cpu_gives(recording: Recording, simulated: Place) -> None:
+@pytest.mark.parametrize(
+    ("simulated", "ops"),
+    [
+        (None, set(RECORDED_OPS) - {"copy_blocks"}),
+        ("fp8_e4m3", _OVER_CACHES),
+    ],
+    indirect=["simulated"],
+)
+def test_simulated_kernels_give_what_the_cpu_gives(
+    recording: Recording, simulated: Place, ops: set[str]
+) -> None:
     """From the same seed: operands are the same, results but for rounding, under the checker."""
-    cpu = CpuBackend(dtype="bfloat16", num_threads=1)
+    kv_cache_dtype = simulated.backend.kv_cache_dtype
+    cpu = CpuBackend(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_threads=1)
     checked = 0
     pairs = zip(views(recording, simulated.backend), views(recording, cpu), strict=True)
     seen: set[tuple[str, str]] = set()
     for ours, theirs in pairs:
-        if ours.call.op == "copy_blocks" or (ours.call.op, ours.label) in seen:
+        if ours.call.op not in ops or (ours.call.op, ours.label) in seen:
             continue
         seen.add((ours.call.op, ours.label))
         found, expected = outputs(ours, 5), outputs(theirs, 5)
@@ -566,7 +595,7 @@ def test_simulated_kernels_give_what_the_cpu_gives(recording: Recording, simulat
             error = abs(found[name] - expected[name]).max()
             assert error <= 2.0**-6 * size, f"{ours.label} {name}: {error=} {size=}"
             checked += 1
-    assert {op for op, _ in seen} == set(RECORDED_OPS) - {"copy_blocks"}
+    assert {op for op, _ in seen} == ops
     assert checked > len(seen)
     cpu.close()
 
@@ -577,8 +606,10 @@ def test_a_gpu_engines_steps_are_recorded_without_graphs(
 ) -> None:
     from tests.gpu.test_engine import gpu_engine
 
-    engine = gpu_engine("llama", "bfloat16", enforce_eager=False)
+    engine = gpu_engine("llama", "bfloat16", enforce_eager=False, batch_invariant=True)
     recorded = record_engine(engine, tmp_path / "ops.json")
+    # Both prompts are in every step, with what has been generated of them.
+    assert {plan.num_prompt_tokens for plan in recorded.plans} <= {(42,), (42, 3), (3,)}
     decode = [step for step in recorded.steps if "prefill=0" in step.name]
     layers = engine.runner.config.num_layers
     assert decode

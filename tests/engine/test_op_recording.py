@@ -371,6 +371,7 @@ def _set(*way: Any, to: Any) -> Callable[[Any], None]:
         (_set("plans", 0, "slot_mapping", to=[]), "slots"),
         (_set("plans", 0, "logits_rows", to=[10**6]), "logits_rows"),
         (_set("plans", 0, "num_kv_heads", to=3), "KV heads"),
+        (_set("plans", 0, "num_prompt_tokens", to=[]), "num_prompt_tokens"),
         (_set("steps", 0, "calls", 0, to=10**6), "not there"),
         (_set("calls", 0, "args", "out", to={"kind": "plan", "plan": 10**6}), "no plan"),
         (_set("calls", 0, "args", "out", to={"kind": "same", "name": "token_ids"}), "could be"),
