@@ -67,7 +67,7 @@ class StepModel:
     machine: Machine = A100_40GB
     efficiency: float = 0.7
     """Share of the data sheet's bandwidth and arithmetic that kernels reach."""
-    seconds_per_sequence: float = 0.33e-3
+    seconds_per_sequence: float = 0.32e-3
     """Host work for each sequence of a step."""
 
     def step_seconds(

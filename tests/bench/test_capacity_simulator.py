@@ -195,47 +195,52 @@ def test_the_first_requests_are_not_counted() -> None:
     assert late.shares != whole.shares
 
 
-def test_paged_admits_and_preempts_as_the_engines_own_scheduler() -> None:
-    """Same requests, same pool: equally many steps, preemptions and recomputed tokens."""
-    sizes = random_sizes(150, seed=3)
+def run_scheduler(sizes: list[RequestSize], block_size: int) -> CountingScheduler:
+    """The engine's own scheduler over 256 slots; counts its steps."""
     config = SchedulerConfig(
-        num_blocks=64,
-        block_size=4,
+        num_blocks=256 // block_size,
+        block_size=block_size,
         max_model_len=LONGEST,
         max_num_seqs=256,
         max_num_batched_tokens=100_000,
         enable_prefix_caching=False,
     )
-    scheduler = Scheduler(config)
+    scheduler = CountingScheduler(config)
     for key, size in enumerate(sizes):
-        request = Request(
-            str(key), [0] * size.prompt_len, SamplingParams(), max_tokens=size.output_len
-        )
+        prompt, params = [0] * size.prompt_len, SamplingParams()
+        request = Request(str(key), prompt, params, max_tokens=size.output_len)
         scheduler.add(request.group)
-    num_steps = num_running = 0
     while scheduler.has_unfinished():
         output = scheduler.schedule()
-        num_steps += 1
-        num_running += len(output.scheduled)
+        scheduler.num_steps += 1
         scheduler.update(output, {request.request_id: 1 for request in output.scheduled})
-    # The scheduler as configured keeps no blocks back at admission.
+    return scheduler
+
+
+class CountingScheduler(Scheduler):
+    num_steps = 0
+
+
+def test_paged_admits_and_preempts_as_the_engines_own_scheduler() -> None:
+    sizes = random_sizes(150, seed=3)
+    scheduler = run_scheduler(sizes, 4)
     allocator = PagedBlocks(256, 4)
-    allocator.kept_free = 0
+    allocator.kept_free = 0  # as the scheduler is configured
     outcome = Simulation(allocator, all_at_once(sizes), STEPS).run()
-    assert outcome.num_steps == num_steps
+    assert outcome.num_steps == scheduler.num_steps
     assert outcome.num_preemptions == scheduler.num_preemptions > 0
-    total = sum(size.output_len for size in sizes)
-    assert num_running == total
 
 
-def test_orca_max_is_the_engine_with_one_block_for_the_longest_request() -> None:
-    sizes = random_sizes(60, seed=4)
-    reserved = Simulation(ALLOCATORS["max"](), all_at_once(sizes), STEPS).run()
-    allocator = PagedBlocks(SLOTS, LONGEST)
+def test_the_engine_with_a_block_for_the_longest_request_is_orca_max() -> None:
+    sizes = random_sizes(150, seed=4)
+    scheduler = run_scheduler(sizes, LONGEST)
+    reserved = OrcaReservation(256, LONGEST, "max")
+    outcome = Simulation(reserved, all_at_once(sizes), STEPS).run()
+    assert outcome.num_steps == scheduler.num_steps
+    assert scheduler.num_preemptions == 0
+    allocator = PagedBlocks(256, LONGEST)
     allocator.kept_free = 0
-    blocks = Simulation(allocator, all_at_once(sizes), STEPS).run()
-    assert blocks.num_steps == reserved.num_steps
-    assert blocks.shares == reserved.shares
+    assert Simulation(allocator, all_at_once(sizes), STEPS).run() == outcome
 
 
 def test_a_step_worked_out_by_hand() -> None:
