@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ from bench.gpu_recorder import Recorder, Results
 from bench.gpu_sizes import Sizes
 from bench.gpu_target import Target, fill
 from bench.gpu_timing import Work, cold_copies, copy_bandwidth, summarize, time_device
+from bench.replay_operands import new_cache
 from bench.roofline import Model, Step
-from rawpaged.backend import KVCache
+from rawpaged.backend import LARGEST_ELEMENT
 from rawpaged.gpu.backend import CudaBackend
 from tests import reference
+from tests.ops.kv_elements import dequantised, from_cpu, quantised, raw
 
 _MEMORY_SHARE = 0.6
 """Of what is free, for the pool."""
@@ -36,12 +38,21 @@ class _Pool:
         self.target, self.backend = target, backend
         self.num_heads, self.kv_heads, self.head_dim = model.num_heads, kv_heads, model.head_dim
         self.num_blocks = num_blocks
+        block_bytes = backend.kv_bytes_per_block(kv_heads, self.head_dim, BLOCK_SIZE)
+        self.token_bytes = block_bytes // BLOCK_SIZE
         self.rng = np.random.default_rng(kv_heads)
-        self.cache: KVCache = backend.new_kv_cache(num_blocks, kv_heads, self.head_dim, BLOCK_SIZE)
-        values = self.rng.standard_normal(1 << 20, np.float32).astype(ml_dtypes.bfloat16)
+        self.cache = new_cache(backend, num_blocks, kv_heads, self.head_dim, BLOCK_SIZE)
+        kind, scale = backend.kv_cache_dtype, self._scale()
+        drawn = self.rng.standard_normal((1 << 14, 1, 64), np.float32)
+        values = raw(quantised(drawn, scale, kind), kind).reshape(-1)
         fill(target, self.cache.keys, values)
         # Other numbers than the keys.
         fill(target, self.cache.values, values[::-1])
+
+    def _scale(self) -> npt.NDArray[np.float32]:
+        """Of keys and values alike, and of every head; 1 where there is none."""
+        scale = self.cache.key_scale
+        return np.ones(1, np.float32) if scale is None else self.backend.download(scale)[:1]
 
     def tables(self, copies: int, step: Step) -> npt.NDArray[np.int32]:
         """Block tables [copies, batch, blocks]; no block is in two of them."""
@@ -52,7 +63,7 @@ class _Pool:
 
     def measure(self, step: Step, seconds: float, copy_bytes_per_s: float) -> Results:
         """Checks the last request, then times calls that go through different blocks."""
-        kv_bytes = step.batch * step.context * kv_token_bytes(self.kv_heads, self.head_dim)
+        kv_bytes = step.batch * step.context * self.token_bytes
         tables = self.tables(cold_copies(self.target, kv_bytes), step)
         heads = (self.num_heads, self.head_dim)
         queries = self.rng.standard_normal((step.rows, *heads)).astype(ml_dtypes.bfloat16)
@@ -95,7 +106,7 @@ class _Pool:
             return "left out"
         download = self.backend.download
         keys, values = (
-            np.concatenate([download(pool[int(block)]) for block in tables[-1]], axis=1)
+            self._values(np.concatenate([download(pool[int(b)]) for b in tables[-1]], axis=1))
             .transpose(1, 0, 2)[: step.context]
             .astype(np.float64)
             for pool in (self.cache.keys, self.cache.values)
@@ -109,41 +120,56 @@ class _Pool:
         return "passed"
 
 
-def kv_token_bytes(kv_heads: int, head_dim: int) -> int:
-    """Keys and values of one token in one layer, two bytes an element."""
-    return 2 * 2 * kv_heads * head_dim
+    def _values(self, elements: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What a pool's elements [heads, n, d] stand for."""
+        kind = self.backend.kv_cache_dtype
+        return dequantised(from_cpu(elements, kind), self._scale(), kind)
 
 
 def time_decode(target: Target, recorder: Recorder, sizes: Sizes) -> None:
     """Every batch at every length that fits, for each number of query heads a KV head."""
     bandwidth = _measured_bandwidth(target, recorder, sizes)
     backend = CudaBackend(target.device, dtype="bfloat16")
+    steps = [Step(b, 1, c) for c in sizes.decode_contexts for b in sizes.decode_batches]
     for group in sizes.groups:
-        _time_group(target, recorder, sizes, backend, group, bandwidth)
+        _time_steps(target, recorder, sizes, backend, group, steps, bandwidth)
         target.device.close()  # gives the pool's memory back, which is now free
     backend.close()
 
 
-def _time_group(
+def time_decode_of_bytes(target: Target, recorder: Recorder, sizes: Sizes) -> None:
+    """Caches of bytes, which are half of what there is to read."""
+    bandwidth = _measured_bandwidth(target, recorder, sizes)
+    group = sizes.model.num_heads // sizes.model.num_kv_heads
+    for kv_cache_dtype in LARGEST_ELEMENT:
+        backend = CudaBackend(target.device, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+        _time_steps(target, recorder, sizes, backend, group, sizes.byte_steps, bandwidth)
+        backend.close()
+
+
+def _time_steps(
     target: Target,
     recorder: Recorder,
     sizes: Sizes,
     backend: CudaBackend,
     group: int,
+    steps: Sequence[Step],
     bandwidth: float,
 ) -> None:
     model = sizes.model
     kv_heads = model.num_heads // group
-    token_bytes = kv_token_bytes(kv_heads, model.head_dim)
-    limit = int(_MEMORY_SHARE * backend.memory_info()[0])
-    steps = [Step(b, 1, c) for c in sizes.decode_contexts for b in sizes.decode_batches]
-    fitting = [step for step in steps if step.batch * step.context * token_bytes <= limit]
-    blocks = max(step.batch * -(-step.context // BLOCK_SIZE) for step in fitting)
-    at_least = -(-4 * target.cache_bytes // (token_bytes * BLOCK_SIZE))
-    pool = _Pool(target, backend, model, kv_heads, max(blocks, at_least))
+    block_bytes = backend.kv_bytes_per_block(kv_heads, model.head_dim, BLOCK_SIZE)
+    limit = int(_MEMORY_SHARE * backend.memory_info()[0]) // block_bytes
+    blocks_of = {step: step.batch * -(-step.context // BLOCK_SIZE) for step in steps}
+    most = max(count for count in blocks_of.values() if count <= limit)
+    at_least = -(-4 * target.cache_bytes // block_bytes)
+    pool = _Pool(target, backend, model, kv_heads, max(most, at_least))
     for step in steps:
-        parameters = _parameters(step, model, kv_heads)
-        if step not in fitting:
+        parameters = {
+            **_parameters(step, model, kv_heads),
+            "kv_cache_dtype": backend.kv_cache_dtype,
+        }
+        if blocks_of[step] > limit:
             recorder.skip(f"attention/{step.name}", f"KV of {kv_heads} heads does not fit")
             continue
         run = partial(pool.measure, step, sizes.seconds, bandwidth)

@@ -99,6 +99,7 @@ def check_rows(target: Target, recorder: Recorder, sizes: Sizes) -> None:
             ("edit_logits", _edit_logits),
             ("mask_logits", _mask_logits),
             ("copy_blocks", _copy_blocks),
+            ("copy_blocks/pools", _copy_between_pools),
         ]
         for name, run in cases:
             recorder.check(name, {"dtype": ops.dtype}, partial(run, ops))
@@ -233,6 +234,26 @@ def _copy_blocks(ops: DeviceOps) -> None:
     for pool, copied in zip(pools, on_device, strict=True):
         pool[pairs[:, 1]] = pool[pairs[:, 0]]
         np.testing.assert_array_equal(ops.host(copied), pool)
+
+
+def _copy_between_pools(ops: DeviceOps) -> None:
+    """From the device's pool to one in pinned memory, and back to other blocks."""
+    shape, layers = (2, 16, 16), 2
+    device = [ops.backend.new_kv_cache(6, *shape) for _ in range(layers)]
+    host = [ops.backend.new_host_kv_cache(4, *shape) for _ in range(layers)]
+    expected = []
+    for layer, cache in enumerate(device):
+        rng = np.random.default_rng(layer)
+        for pool in (cache.keys, cache.values):
+            values = ops.rounded(row_cases.normal(rng, *pool.shape))
+            ops.target.device.write(pool, values)
+            values[[1, 3]] = values[[0, 5]]
+            expected.append(values)
+    ops.backend.copy_blocks(host, device, np.array([[0, 2], [5, 1]], np.int64))
+    ops.backend.copy_blocks(device, host, np.array([[2, 1], [1, 3]], np.int64))
+    copied = [ops.host(pool) for cache in device for pool in (cache.keys, cache.values)]
+    for found, values in zip(copied, expected, strict=True):
+        np.testing.assert_array_equal(found, values)
 
 
 def _operands(ops: DeviceOps, shape: tuple[int, int, int]) -> tuple[Any, PackedLinear]:

@@ -21,6 +21,7 @@ from tests.engine.helpers import LLAMA_FAMILY, TINY, RecordingRunner, golden, re
 _TOLERANCE = {"float16": 8e-3, "bfloat16": 8e-2}
 """Of logits, whose standard deviation is 0.6 to 1; as in tests/gpu/test_engine.py."""
 _MAX_MODEL_LEN = 160
+_NUM_BLOCKS = 40
 _MOST_TOKENS = 40
 
 
@@ -36,6 +37,10 @@ def check_engine(target: Target, recorder: Recorder, sizes: Sizes) -> None:
         recorder.check("engine/prompt in chunks", {"dtype": dtype}, check)
     check = partial(_graphs_equal_eager, target)
     recorder.check("engine/graphs equal eager steps", {"dtype": "bfloat16"}, check)
+
+
+    check = partial(_sleep_and_wake, target)
+    recorder.check("engine/sleep and wake", {"level": 1, "dtype": "bfloat16"}, check)
 
 
 class _Runner(RecordingRunner):
@@ -61,7 +66,7 @@ def _engine(
         checkpoint.model_config,
         load_weights(checkpoint, backend, progress=False),
         backend,
-        num_blocks=40,
+        num_blocks=_NUM_BLOCKS,
         block_size=16,
         max_num_batched_tokens=budget,
         max_num_seqs=4,
@@ -69,7 +74,7 @@ def _engine(
         enforce_eager=enforce_eager,
     )
     config = SchedulerConfig(
-        num_blocks=40,
+        num_blocks=_NUM_BLOCKS,
         block_size=16,
         max_model_len=_MAX_MODEL_LEN,
         max_num_seqs=4,
@@ -109,3 +114,17 @@ def _graphs_equal_eager(target: Target) -> None:
         logits.append(dict(runner.logits))
         engine.close()
     assert logits[0] == logits[1], "bits of logits differ"
+
+
+def _sleep_and_wake(target: Target) -> None:
+    """Weights that come back from host memory give the bits that they gave before."""
+    engine, runner = _engine(target, "llama", "bfloat16", enforce_eager=False)
+    prompt = [(7 * j) % 320 for j in range(20)]
+    run(engine, [request("before", prompt, max_tokens=3)])
+    engine.sleep(1)
+    engine.wake_up()
+    runner.poison(range(_NUM_BLOCKS))
+    run(engine, [request("after", prompt, max_tokens=3)])
+    logits = dict(runner.logits)
+    engine.close()
+    assert logits["before"] == logits["after"], "bits of logits differ"

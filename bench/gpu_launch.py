@@ -12,19 +12,11 @@ import numpy as np
 from bench.gpu_recorder import Recorder, Results
 from bench.gpu_sizes import Sizes
 from bench.gpu_target import Target
-from bench.gpu_timing import Work, copy_bandwidth, summarize, time_replays
+from bench.gpu_timing import time_replays
 from rawpaged.gpu.backend import CudaBackend
 from tests.ops.sampling_suite import sampling_rows
 
 _EMPTY = 'extern "C" __global__ void __launch_bounds__(32) empty(int* unused) {}\n'
-
-
-def time_copies(target: Target, recorder: Recorder, sizes: Sizes) -> None:
-    """The measured copy bandwidth, which later rows are held against, at a few sizes."""
-    for shift in (6, 3, 0):
-        num_bytes = sizes.copy_bytes >> shift
-        run = partial(_copy, target, num_bytes, sizes.seconds)
-        recorder.measure("copy", {"bytes": num_bytes}, run)
 
 
 def time_launches(target: Target, recorder: Recorder, sizes: Sizes) -> None:
@@ -50,11 +42,6 @@ def time_launches(target: Target, recorder: Recorder, sizes: Sizes) -> None:
         lambda: _queued(target, lambda: backend.sample(logits, params), max(1, count // 10)),
     )
     backend.close()
-
-
-def _copy(target: Target, num_bytes: int, seconds: float) -> Results:
-    timing, _ = copy_bandwidth(target, num_bytes, seconds)
-    return summarize(timing, Work(2 * num_bytes))
 
 
 def _queued(target: Target, call: Callable[[], object], count: int) -> Results:

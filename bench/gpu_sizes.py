@@ -34,6 +34,8 @@ class Sizes:
     decode_contexts: tuple[int, ...]
     groups: tuple[int, ...]
     """Query heads a KV head."""
+    byte_steps: tuple[Step, ...]
+    """Decode over caches of bytes."""
     prefills: tuple[Step, ...]
     matmul_rows: tuple[int, ...]
     tile_rows: tuple[int, ...]
@@ -43,6 +45,8 @@ class Sizes:
     """Of the ops on activations and of sampling."""
     step_batches: tuple[int, ...]
     step_context: int
+    block_copies: tuple[int, ...]
+    """KV blocks at a time, of all layers."""
     graph_launches: int
     copy_bytes: int
     seconds: float
@@ -56,6 +60,7 @@ FULL = Sizes(
     decode_batches=(1, 4, 16, 64, 256),
     decode_contexts=(128, 1024, 4096, 32768),
     groups=(1, 4, 8),
+    byte_steps=tuple(Step(batch, 1, context) for context in (4096, 32768) for batch in (1, 16, 64)),
     prefills=(
         Step(1, 512, 512),
         Step(1, 2048, 2048),
@@ -69,6 +74,7 @@ FULL = Sizes(
     row_counts=(1, 8, 64, 2048),
     step_batches=(1, 8, 64),
     step_context=1024,
+    block_copies=(1, 16, 256),
     graph_launches=300,
     copy_bytes=1 << 30,
     seconds=0.1,
@@ -87,6 +93,7 @@ REDUCED = Sizes(
     decode_batches=(1, 3),
     decode_contexts=(40, 300),
     groups=(1, 4, 8),
+    byte_steps=(Step(2, 1, 40),),
     prefills=(Step(1, 24, 24), Step(2, 8, 40)),
     matmul_rows=(1, 8, 40),
     tile_rows=(8, 40),
@@ -94,6 +101,7 @@ REDUCED = Sizes(
     row_counts=(1, 4),
     step_batches=(1, 3),
     step_context=40,
+    block_copies=(1, 3),
     graph_launches=5,
     copy_bytes=1 << 16,
     seconds=0.0,

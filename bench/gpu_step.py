@@ -42,6 +42,7 @@ def time_steps(target: Target, recorder: Recorder, sizes: Sizes) -> None:
             parameters = {"batch": batch, "context": step.context, "dtype": "bfloat16"}
             run = partial(_measure, target, runner, sizes, step, bandwidth)
             recorder.measure(f"step/{step.name}", parameters, run)
+        recorder.measure("step/sleep and wake", {"level": 1}, partial(_sleep, target, runner))
         runner.close()
 
 
@@ -145,6 +146,28 @@ def _measure(
         "floor_ms": None if target.is_simulated else 1e3 * floor,
         "graph_over_floor": None if target.is_simulated else timing.median / floor,
         "execute_over_floor": None if target.is_simulated else whole / floor,
+    }
+
+
+def _sleep(target: Target, runner: ModelRunner) -> Results:
+    """Weights to host memory and back, and what that frees; the graphs are captured again."""
+    weight_bytes = runner.model.weights.nbytes
+    target.device.synchronize()
+    free_awake, _ = runner.backend.memory_info()
+    started = time.perf_counter()
+    runner.sleep(1)
+    asleep = time.perf_counter()
+    free_asleep, _ = runner.backend.memory_info()
+    runner.wake_up()
+    target.device.synchronize()
+    awake = time.perf_counter()
+    return {
+        "weight_bytes": weight_bytes,
+        "freed_bytes": free_asleep - free_awake,
+        "sleep_s": asleep - started,
+        "wake_up_s": awake - asleep,
+        "sleep_gb_per_s": weight_bytes / (asleep - started) / 1e9,
+        "wake_up_gb_per_s": weight_bytes / (awake - asleep) / 1e9,
     }
 
 

@@ -111,7 +111,7 @@ class GpuTarget:
 
     def copy(self, to: Any, source: Any) -> None:
         assert to.nbytes == source.nbytes, f"{to.nbytes=} {source.nbytes=}"
-        kind = self._runtime.memcpyDeviceToDevice
+        kind = self._runtime.memcpyDefault  # either may be pinned memory of the host's
         stream = self.device.stream
         self._runtime.memcpyAsync(to.data.ptr, source.data.ptr, to.nbytes, kind, stream)
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu_attention import kv_token_bytes
 from bench.gpu_recorder import Recorder
 from bench.gpu_sanitizer import find_sanitizer
 from bench.gpu_sizes import FULL, REDUCED
@@ -102,12 +101,12 @@ def test_a_wrong_kernel_is_a_failed_row_and_the_others_are_checked(
     assert failed[0]["results"]["error"].startswith("AssertionError")
     assert "\n" not in failed[0]["results"]["error"]
     assert recording.failures == 1
-    assert rows[-1]["case"] == "copy_blocks"
+    assert rows[-1]["case"] == "copy_blocks/pools"
 
 
 def test_a_stage_over_its_limit_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    slow = Stage("copy", "bench.gpu_launch", "time_copies", 0.01)
+    slow = Stage("copy", "bench.gpu_copies", "time_copies", 0.01)
     assert run_stages([slow, slow], options(output), ORIGIN) == 1
     rows = read(output)
     assert [row["status"] for row in rows] == ["failed", "failed"]
@@ -148,6 +147,7 @@ def test_stages_are_chosen_by_name_and_by_group(capsys: pytest.CaptureFixture[st
     assert [stage.name for stage in chosen_stages(("attention", "checks.rows"))] == [
         "checks.rows",
         "attention.decode",
+        "attention.bytes",
         "attention.prefill",
     ]
     assert chosen_stages(("check",)) == []
@@ -197,7 +197,6 @@ def test_rates_and_shares() -> None:
     assert results["tflop_per_s"] == pytest.approx(3.0)
     assert results["copy_share"] == pytest.approx(0.25)
     assert summarize(timing, Work(1))["copy_share"] is None
-    assert kv_token_bytes(8, 128) == 4096
 
 
 @pytest.mark.gpusim
