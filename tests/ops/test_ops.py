@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,14 @@ from rawpaged.devices import open_backend
 from rawpaged.errors import BackendError
 from tests import reference
 from tests.ops.cases import ATTENTION_CASES, LINEAR_SHAPES, AttentionCase, make_meta, store_kv
-from tests.ops.kv_elements import dequantised, from_cpu, poison_for, quantised
+from tests.ops.kv_elements import (
+    NUMPY_TYPES,
+    dequantised,
+    from_cpu,
+    on_cpu,
+    poison_for,
+    quantised,
+)
 from tests.ops.row_cases import (
     NORM_SIZES,
     add_norm_case,
@@ -266,6 +273,26 @@ def test_paged_attention(caching: Caching, case: AttentionCase) -> None:
             q[begin:end], keys, values, kv - queries, scale, case.window
         )
         np.testing.assert_allclose(out[begin:end], expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8"])
+def test_every_byte_is_read_as_what_it_stands_for(cache_dtype: str) -> None:
+    """A token that sees only itself gets its value back, NaN too."""
+    backend = open_backend("cpu", dtype="float32", kv_cache_dtype=cache_dtype, num_threads=1)
+    scale = np.array([0.75], np.float32)
+    cache = backend.new_kv_cache(1, 1, 256, 16, KVScales(scale, scale))
+    numbers = np.arange(256).astype(np.uint8).view(NUMPY_TYPES[cache_dtype])
+    cache.values[0, 0, 0] = on_cpu(numbers, cache_dtype)
+    case = AttentionCase("one token", ((1, 1),), num_heads=1, num_kv_heads=1, head_dim=256)
+    made, _ = make_meta(case, np.random.default_rng(0))
+    meta = replace(made, block_tables=np.zeros((1, 1), np.int32))
+    plan = backend.plan(meta, num_heads=1, num_kv_heads=1)
+    out = poisoned(backend, 1, 1, 256)
+    q = np.ones((1, 1, 256), np.float32)
+    backend.paged_attention(out, q, cache, plan, scale=1.0, sliding_window=None)
+    np.testing.assert_array_equal(out[0, 0], numbers.astype(np.float32) * scale)
+    assert np.isnan(out).sum() == (2 if cache_dtype == "fp8_e4m3" else 0)
+    backend.close()
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:
