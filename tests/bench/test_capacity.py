@@ -57,6 +57,12 @@ def test_tables_say_what_was_found_and_what_the_paper_has(results: Results) -> N
     assert cells(tables["rates"], "FasterTransformer")[3] == "up to 22x"
     saving = results.samples["Alpaca"][4, 0].saving(results.num_blocks)
     assert f"| Alpaca | 4 | {100 * saving:.1f} | 8.5 |" in tables["samples"]
+    by_prefix = [
+        results.beams["ShareGPT"][6, prefix_len].saving(results.num_blocks)
+        for prefix_len in (80, 341)
+    ]
+    beams = next(line for line in tables["beams"].splitlines() if "| ShareGPT | 6 |" in line)
+    assert beams.endswith(f"| {100 * by_prefix[0]:.1f} | {100 * by_prefix[1]:.1f} |")
     assert set(tables) == {
         *("memory-ShareGPT", "memory-Alpaca", "batched", "rates", "samples", "beams"),
         *("block-sizes", "preemption-cost", "preemption", "sensitivity"),
@@ -194,7 +200,12 @@ def test_the_document_is_what_the_command_makes() -> None:
     settings = Settings([])
     costs = {size: preemption_cost(settings.step_model, size) for size in BLOCK_SIZES}
     for size, cost in costs.items():
-        assert cells(shown["preemption-cost"], str(size))[1] == f"{1e3 * cost.swap_out:.1f}"
+        row = cells(shown["preemption-cost"], str(size))
+        assert row[1] == f"{1e3 * cost.swap_out:.1f}"
+        assert row[5:] == [
+            f"{1e3 * cost.recompute_alone:.1f}",
+            f"{1e3 * cost.recompute_beside:.1f}",
+        ]
     for dataset, count in ((SHAREGPT, 1500), (ALPACA, 7500)):
         workload = Workload(dataset.name, dataset.draw(count, 0), ())
         for name in ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)"):
