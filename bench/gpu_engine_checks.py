@@ -10,6 +10,7 @@ import numpy as np
 from bench.gpu_recorder import Recorder
 from bench.gpu_sizes import Sizes
 from bench.gpu_target import Target
+from rawpaged.backend import KVCache
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.engine import Engine
 from rawpaged.gpu.backend import CudaBackend
@@ -46,10 +47,10 @@ def check_engine(target: Target, recorder: Recorder, sizes: Sizes) -> None:
 class _Runner(RecordingRunner):
     """Poisons blocks on the device."""
 
-    def poison(self, block_ids: Sequence[int]) -> None:
+    def poison(self, caches: Sequence[KVCache], block_ids: Sequence[int]) -> None:
         assert isinstance(self.backend, CudaBackend)
         device = self.backend.device
-        for cache in self.kv_caches:
+        for cache in caches:
             nan = np.full(cache.keys.shape[1:], np.nan, numpy_dtype(self.backend.dtype))
             for pool in (cache.keys, cache.values):
                 for block_id in block_ids:

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import rawpaged
-from rawpaged.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig
+from rawpaged.config import (
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    PREEMPTION_MODES,
+    EngineConfig,
+)
 from rawpaged.errors import ConfigError, InvalidRequestError, RawpagedError
 from rawpaged.workload import Workload, parse_range, parse_workload
 
@@ -138,6 +145,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "max_num_seqs": {"type": int, "help": "most requests in a step"},
         "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
         "enable_prefix_caching": {"action": argparse.BooleanOptionalAction},
+        "preemption_mode": {
+            "choices": PREEMPTION_MODES,
+            "help": "how requests give up KV blocks; default: auto with a swap space, or recompute",
+        },
+        "swap_space": {"type": float, "help": "GiB of host memory for blocks swapped out"},
         "max_logprobs": {"type": int, "help": "most logprobs a request may ask for"},
         "num_threads": {"type": int, "help": "CPU threads of the kernels"},
         "seed": {"type": int, "help": "of the dummy weights"},

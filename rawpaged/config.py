@@ -10,11 +10,12 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("cpu", "cuda")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEVICE_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16")}
 """Types of weights that a device's kernels take."""
 
 _STRINGS = ("model", "device", "dtype", "kv_cache_dtype", "load_format")
-_OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision")
+_OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision", "preemption_mode")
 _INTEGERS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed")
 _BOOLEANS = ("enable_prefix_caching", "enforce_eager", "batch_invariant")
 _OPTIONAL_INTEGERS = (
@@ -68,6 +69,11 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Token budget of one step; longer prompts are prefilled in chunks."""
     enable_prefix_caching: bool = True
+    preemption_mode: str | None = None
+    """What becomes of requests that must give up their KV blocks: "recompute" them, "swap" the
+    blocks to host memory, or "auto", what was faster at the start. None: auto with a swap space."""
+    swap_space: float = 0
+    """GiB of host memory for blocks that are swapped out."""
     max_logprobs: int = 20
     num_threads: int | None = None
     """CPU threads for kernels; None: the processors this process may use."""
@@ -118,6 +124,7 @@ class EngineConfig:
                 f"seed={self.seed} is for load_format='dummy'; requests carry seeds of their own"
             )
         self._check_device()
+        self._check_swapping()
 
     def _check_device(self) -> None:
         """What one device has and the other has not."""
@@ -137,6 +144,23 @@ class EngineConfig:
         if self.device == "cuda" and self.num_threads is not None:
             raise ConfigError("num_threads is for device='cpu'")
 
+    def _check_swapping(self) -> None:
+        if not 0.0 <= self.swap_space < 2.0**30:
+            raise ConfigError(f"swap_space={self.swap_space} must be 0 or more GiB")
+        if self.preemption_mode not in (None, *PREEMPTION_MODES):
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} is not one of "
+                f"{', '.join(PREEMPTION_MODES)}"
+            )
+        if self.preemption_mode in ("swap", "auto") and self.swap_space == 0:
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} needs a swap_space; say how many GiB"
+            )
+        if self.preemption_mode == "recompute" and self.swap_space > 0:
+            raise ConfigError(
+                f"swap_space={self.swap_space} would not be used with preemption_mode='recompute'"
+            )
+
     def _check_types(self) -> None:
         for names, kinds, words in (
             (_STRINGS, (str,), "a string"),
@@ -144,12 +168,22 @@ class EngineConfig:
             (_INTEGERS, (int,), "an integer"),
             (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
             (_BOOLEANS, (bool,), "true or false"),
-            (("gpu_memory_utilization",), (int, float), "a number"),
+            (("gpu_memory_utilization", "swap_space"), (int, float), "a number"),
         ):
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                     raise ConfigError(f"{name}={value!r} must be {words}")
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCosts:
+    """What the two ways of preempting cost on this machine with this model."""
+
+    block_copy_seconds: float
+    """To copy one KV block of all layers to the host, or back."""
+    token_seconds: float
+    """To compute one token of a prompt again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +198,14 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     batch_invariant: bool = False
     """Whether blocks that hold generated tokens are kept out of the prefix cache."""
+    num_host_blocks: int = 0
+    """KV blocks in host memory, for requests that are swapped out."""
+    preemption_mode: str = "recompute"
+    preemption_costs: PreemptionCosts | None = None
+    """For the mode "auto"."""
 
     def __post_init__(self) -> None:
+        self._check_preemption()
         for name in (
             "num_blocks",
             "block_size",
@@ -179,4 +219,21 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} does not fit the KV pool of {self.num_blocks} "
                 f"blocks of {self.block_size} tokens; lower it or give the pool more memory"
+            )
+
+    def _check_preemption(self) -> None:
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} is not one of "
+                f"{', '.join(PREEMPTION_MODES)}"
+            )
+        if (self.preemption_mode == "recompute") != (self.num_host_blocks == 0):
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} and num_host_blocks="
+                f"{self.num_host_blocks} exclude each other"
+            )
+        if (self.preemption_mode == "auto") != (self.preemption_costs is not None):
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} and preemption_costs="
+                f"{self.preemption_costs} exclude each other"
             )

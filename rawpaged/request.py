@@ -10,11 +10,15 @@ from rawpaged.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is; PREEMPTED waits like WAITING but has run before."""
+    """Where a request is; PREEMPTED and SWAPPED wait like WAITING but have run before.
+
+    PREEMPTED has to compute its tokens again; the KV of SWAPPED is in host memory.
+    """
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
+    SWAPPED = enum.auto()
     FINISHED = enum.auto()
 
 

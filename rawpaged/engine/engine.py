@@ -191,11 +191,14 @@ class Engine:
             self._progress[item.request_id].note_scheduled(now)
 
     def _fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineOutput]:
-        """End every request of a failed step; those not in it go on."""
+        """End every request of a failed step; those not in it go on.
+
+        In it are also those whose blocks it was to copy: nobody knows whether it has.
+        """
         return [
             output
-            for item in scheduled.scheduled
-            if (output := self._fail_request(item.request_id, message)) is not None
+            for request_id in scheduled.request_ids
+            if (output := self._fail_request(request_id, message)) is not None
         ]
 
     def _fail_broken(self, result: StepResult) -> list[EngineOutput]:

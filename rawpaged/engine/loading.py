@@ -22,12 +22,14 @@ from rawpaged.engine.memory_plan import (
     check_memory,
     is_measured,
     make_plan,
+    preemption_mode,
     resolve_dtype,
     resolve_kv_cache_dtype,
     scheduler_config,
 )
 from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.output_processor import OutputProcessor
+from rawpaged.engine.preemption_costs import measure_costs
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.warm_up import warm_up
 from rawpaged.errors import BackendError, CheckpointError, ConfigError, RawpagedError
@@ -67,6 +69,7 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
     backend = _open_backend(config, model, config.num_threads)
     try:
         plan, runner = _make_runner(config, checkpoint, backend)
+        costs = measure_costs(runner) if preemption_mode(config) == "auto" else None
     except MemoryError as error:
         failure: RawpagedError = BackendError(f"out of memory while starting: {error}")
     except RawpagedError as error:
@@ -75,7 +78,7 @@ def load_engine(config: EngineConfig, stats_logger: StatsLogger | None = None) -
         backend.close()
         raise
     else:
-        limits = scheduler_config(config, plan)
+        limits = scheduler_config(config, plan, costs)
         engine = Engine(limits, runner, stats_logger)
         admission = Admission(model, tokenizer, plan.max_model_len, config.max_logprobs, limits)
         thread = EngineThread(engine, OutputProcessor(tokenizer), admission)
@@ -134,6 +137,7 @@ def _make_runner(
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         kv_scales=kv_scales,
+        num_host_blocks=plan.num_host_blocks,
         enforce_eager=config.enforce_eager,
     )
     warm_up(runner)

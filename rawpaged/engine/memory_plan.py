@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawpaged.backend import Backend
-from rawpaged.config import DEVICE_DTYPES, EngineConfig, SchedulerConfig
+from rawpaged.config import DEVICE_DTYPES, EngineConfig, PreemptionCosts, SchedulerConfig
 from rawpaged.errors import BackendError, ConfigError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.llama import workspace_bytes
@@ -28,6 +28,8 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
+    num_host_blocks: int = 0
+    """Blocks in host memory, for requests that are swapped out."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,6 +38,11 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         return self.num_tokens * self.bytes_per_token
+
+    @property
+    def swap_bytes(self) -> int:
+        """Host memory, which on a CPU is the memory that all else is in."""
+        return self.num_host_blocks * self.block_size * self.bytes_per_token
 
     @property
     def total_bytes(self) -> int:
@@ -57,6 +64,7 @@ class MemoryPlan:
             f"KV pool      {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
             f"= {self.num_tokens} tokens, {self.bytes_per_token} bytes a token as "
             f"{self.kv_cache_dtype}",
+            *self._describe_swapping(),
             f"requests     {self.paged_requests(self.max_model_len)} of max_model_len="
             f"{self.max_model_len} at once, up to max_num_seqs={self.max_num_seqs} in a step",
         ]
@@ -66,6 +74,11 @@ class MemoryPlan:
                 f"{self.reserved_requests()} if each reserved {self.max_model_len}"
             )
         return "\n".join(lines)
+
+    def _describe_swapping(self) -> list[str]:
+        if self.num_host_blocks == 0:
+            return []
+        return [f"swap space   {_size(self.swap_bytes)} of the host: {self.num_host_blocks} blocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,22 +156,29 @@ def make_plan(
         num_blocks=num_blocks,
         max_model_len=min(wanted_len, pool_len),
         max_num_seqs=config.max_num_seqs,
+        num_host_blocks=_num_host_blocks(config, bytes_per_block),
     )
 
 
 def check_memory(plan: MemoryPlan, backend: Backend) -> None:
     """Raises BackendError for a plan that this machine could never hold."""
     _, total = backend.memory_info()
-    if plan.total_bytes > total:
+    needed, swap = plan.total_bytes, ""
+    if backend.name == "cpu" and plan.num_host_blocks > 0:
+        needed += plan.swap_bytes
+        swap = f", swap space ({_size(plan.swap_bytes)})"
+    if needed > total:
         raise BackendError(
             f"this machine has {_size(total)} of memory; weights ({_size(plan.weights_bytes)}), "
-            f"workspace ({_size(plan.workspace_bytes)}) and KV pool ({_size(plan.kv_bytes)}) "
-            f"take {_size(plan.total_bytes)}"
+            f"workspace ({_size(plan.workspace_bytes)}){swap} and KV pool "
+            f"({_size(plan.kv_bytes)}) take {_size(needed)}"
         )
 
 
-def scheduler_config(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
-    """The limits the scheduler works under."""
+def scheduler_config(
+    config: EngineConfig, plan: MemoryPlan, costs: PreemptionCosts | None = None
+) -> SchedulerConfig:
+    """The limits the scheduler works under; `costs` are for the preemption mode "auto"."""
     return SchedulerConfig(
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
@@ -168,7 +188,24 @@ def scheduler_config(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
         enable_prefix_caching=config.enable_prefix_caching,
         # A CPU's results do not depend on who computed a block, so all may be shared.
         batch_invariant=config.batch_invariant and config.device != "cpu",
+        num_host_blocks=plan.num_host_blocks,
+        preemption_mode=preemption_mode(config),
+        preemption_costs=costs,
     )
+
+
+def preemption_mode(config: EngineConfig) -> str:
+    """The mode that was asked for, or that follows from the swap space."""
+    return config.preemption_mode or ("auto" if config.swap_space > 0 else "recompute")
+
+
+def _num_host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    num_blocks = int(config.swap_space * 2**30) // bytes_per_block
+    if config.swap_space > 0 and num_blocks == 0:
+        raise ConfigError(
+            f"swap_space={config.swap_space} GiB holds no block: one takes {bytes_per_block} bytes"
+        )
+    return num_blocks
 
 
 def _num_blocks(

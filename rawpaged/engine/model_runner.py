@@ -58,6 +58,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         kv_scales: Sequence[KVScales] | None = None,
+        num_host_blocks: int = 0,
         enforce_eager: bool = False,
         batch_invariant: bool = False,
         progress: bool = False,
@@ -76,7 +77,8 @@ class ModelRunner:
         self._resting: LlamaWeights | None = None
         self._reload_weights = reload_weights
         self.kv_scales = kv_scales
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -100,6 +102,12 @@ class ModelRunner:
         self.model.set_tracer(self._tracer, self._ops)
         self._logits_copy = LogitsCopy(self._max_num_seqs)
         self.kv_caches = self._new_pool()
+        self.host_kv_caches = [
+            backend.new_host_kv_cache(
+                self.num_host_blocks, config.num_kv_heads, config.head_dim, self.block_size
+            )
+            for _ in range(config.num_layers if self.num_host_blocks > 0 else 0)
+        ]
         plans = None
         if not self._enforce_eager:
             plans = backend.static_plans(
@@ -129,7 +137,7 @@ class ModelRunner:
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_model_len=self._max_model_len,
             )
-        shape = (self._num_blocks, config.num_kv_heads, config.head_dim, self.block_size)
+        shape = (self.num_blocks, config.num_kv_heads, config.head_dim, self.block_size)
         scales: Sequence[KVScales | None] = self.kv_scales or [None] * config.num_layers
         return [backend.new_kv_cache(*shape, each) for each in scales]
 
@@ -138,6 +146,7 @@ class ModelRunner:
         self._graphs = None
         self._logits_copy = LogitsCopy(self._max_num_seqs)
         self.kv_caches = []
+        self.host_kv_caches = []
         if hasattr(self, "model"):
             del self.model
 
@@ -244,10 +253,16 @@ class ModelRunner:
         return replace(meta, num_prompt_tokens=np.array(prompts, np.int32))
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
-        if output.block_copies:
-            with self._tracer.phase("copy blocks"):
-                pairs = np.array(output.block_copies, np.int64)
-                self._ops.copy_blocks(self.kv_caches, self.kv_caches, pairs)
+        """What goes to the host first: its blocks may be given to others in this step."""
+        device, host = self.kv_caches, self.host_kv_caches
+        for name, targets, sources, pairs in (
+            ("swap out", host, device, output.swap_out),
+            ("swap in", device, host, output.swap_in),
+            ("copy blocks", device, device, output.block_copies),
+        ):
+            if pairs:
+                with self._tracer.phase(name):
+                    self._ops.copy_blocks(targets, sources, np.array(pairs, np.int64))
 
     def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
         """A token a request from its row of logits."""

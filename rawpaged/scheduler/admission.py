@@ -8,6 +8,7 @@ from rawpaged.request import Request, RequestGroup, RequestStatus
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
 from rawpaged.scheduler.queues import GroupQueue
 from rawpaged.scheduler.step import Step
+from rawpaged.scheduler.swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,13 @@ class Admission:
     def __init__(
         self,
         kv_cache_manager: KVCacheManager,
+        swap_space: SwapSpace,
         waiting: GroupQueue,
         running: GroupQueue,
         max_num_seqs: int,
     ) -> None:
         self._kv_cache_manager = kv_cache_manager
+        self._swap_space = swap_space
         self._waiting = waiting
         self._running = running
         self._max_num_seqs = max_num_seqs
@@ -53,8 +56,11 @@ class Admission:
 
     def _admit_group(self, group: RequestGroup, step: Step) -> bool:
         """Starts the group's requests; False if nobody behind them may start now."""
+        swapped = [r for r in self._waiting.members(group) if r.status is RequestStatus.SWAPPED]
+        if swapped and not self._swap_in(swapped, step):
+            return False
         for request in self._waiting.members(group):
-            if step.budget == 0 or self._num_seats_after(group) > self._max_num_seqs:
+            if step.budget == 0 or not self._has_seats_for(group, 1):
                 return False
             start = self._find_start(request)
             if start is None:
@@ -62,20 +68,48 @@ class Admission:
             if not self._has_room_for(request, start):
                 return False
             self._start(request, start)
-            num_tokens = request.num_missing_tokens - request.waits_for_siblings
-            if num_tokens > 0:
-                step.give(request, min(num_tokens, step.budget))
+            self._give(request, step)
         return True
 
-    def _num_seats_after(self, group: RequestGroup) -> int:
-        """Seats taken once one more request of the group runs, or all of it if in lockstep."""
+    def _swap_in(self, swapped: list[Request], step: Step) -> bool:
+        """Brings back requests of one group together, in their own blocks; False if not now."""
+        if step.budget == 0 or not self._has_seats_for(swapped[0].group, len(swapped)):
+            return False
+        plan = self._swap_space.plan_swap_in(swapped)
+        while not self._swap_space.has_room_for(plan):
+            if len(self._running) > 0:
+                return False
+            # Not even alone do they fit together, with what they write next: the first one does.
+            self._let_go(swapped.pop())
+            plan = self._swap_space.plan_swap_in(swapped)
+        step.swap_in += self._swap_space.swap_in(plan)
+        step.swapped += [request.request_id for request in swapped]
+        for request in swapped:
+            self._run(request)
+            if step.budget > 0:
+                self._give(request, step)
+        return True
+
+    def _let_go(self, request: Request) -> None:
+        """Has a swapped request compute its tokens again."""
+        self._swap_space.free(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+
+    def _give(self, request: Request, step: Step) -> None:
+        num_tokens = request.num_missing_tokens - request.waits_for_siblings
+        if num_tokens > 0:
+            step.give(request, min(num_tokens, step.budget))
+
+    def _has_seats_for(self, group: RequestGroup, num_requests: int) -> bool:
+        """Whether so many of the group may run more than do now; in lockstep, all of it."""
         num_taken = sum(
             len(other.requests) if other.lockstep else len(self._running.members(other))
             for other in self._running.groups
         )
-        if not group.lockstep:
-            return num_taken + 1
-        return num_taken + (0 if self._running.members(group) else len(group.requests))
+        if group.lockstep:
+            num_requests = 0 if self._running.members(group) else len(group.requests)
+        return num_taken + num_requests <= self._max_num_seqs
 
     def _find_start(self, request: Request) -> _Start | None:
         """The best there is; None while a sibling is on its way through the prompt."""
@@ -104,7 +138,6 @@ class Admission:
         )
 
     def _start(self, request: Request, start: _Start) -> None:
-        self._waiting.remove(request)
         request.num_computed_tokens = start.num_tokens
         if start.parent is not None:
             self._kv_cache_manager.fork(start.parent, request, start.computed_blocks)
@@ -112,6 +145,10 @@ class Admission:
             self._kv_cache_manager.start(request, start.computed_blocks)
             if request.status is RequestStatus.WAITING:
                 self._count_prefix_query(request)
+        self._run(request)
+
+    def _run(self, request: Request) -> None:
+        self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self._running.add(request)
 

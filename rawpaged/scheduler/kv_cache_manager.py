@@ -90,10 +90,10 @@ class KVCacheManager:
         `computed_blocks` would hold the first `num_tokens` of them. `num_siblings` more requests of
         this length would share the full blocks of its prompt.
         """
-        num_blocks = self._num_blocks(request.num_tokens)
+        num_blocks = self.num_blocks_for(request.num_tokens)
         num_copies = num_tokens % self.block_size > 0
         num_own_blocks = num_blocks - request.num_prompt_tokens // self.block_size
-        return self._can_take(
+        return self.can_take(
             num_blocks - len(computed_blocks) + num_copies + num_siblings * num_own_blocks,
             computed_blocks,
         )
@@ -105,7 +105,7 @@ class KVCacheManager:
         was computed by then would be thrown away.
         """
         assert request.request_id not in self._allocations, f"{request.request_id} has blocks"
-        num_new_blocks = self._num_blocks(request.num_tokens) - len(computed_blocks)
+        num_new_blocks = self.num_blocks_for(request.num_tokens) - len(computed_blocks)
         self.block_pool.touch(computed_blocks)
         self._allocations[request.request_id] = _Allocation(
             [*computed_blocks, *self.block_pool.take(num_new_blocks)],
@@ -120,6 +120,12 @@ class KVCacheManager:
             parent.request_id
         ].publishes
         self.num_forks += 1
+
+    def resume(self, request: Request, computed_blocks: Sequence[int], *, publishes: bool) -> None:
+        """`start` with blocks that have been brought back, which are published once more."""
+        self.start(request, computed_blocks)
+        allocation = self._allocations[request.request_id]
+        allocation.num_published, allocation.publishes = 0, publishes
 
     def has_slots_for(self, requests: Iterable[Request]) -> bool:
         """Whether the next token of every one of these can be written.
@@ -151,7 +157,7 @@ class KVCacheManager:
         """
         allocation = self._allocations[request.request_id]
         table, num_tokens = allocation.block_table, request.num_computed_tokens + num_new_tokens
-        num_new_blocks = self._num_blocks(num_tokens) - len(table)
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(table)
         index = request.num_computed_tokens // self.block_size
         is_shared = index < len(table) and self.block_pool.ref_count(table[index]) > 1
         if max(0, num_new_blocks) + is_shared > self.block_pool.num_takeable_blocks:
@@ -171,7 +177,27 @@ class KVCacheManager:
     def block_table(self, request_id: str, num_tokens: int | None = None) -> tuple[int, ...]:
         """The request's blocks, in token order: all, or those for its first `num_tokens`."""
         table = self._allocations[request_id].block_table
-        return tuple(table if num_tokens is None else table[: self._num_blocks(num_tokens)])
+        return tuple(table if num_tokens is None else table[: self.num_blocks_for(num_tokens)])
+
+    def computed_blocks(self, request: Request) -> list[int]:
+        """The beginning of the request's block table that holds computed tokens."""
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        return self._allocations[request.request_id].block_table[:num_blocks]
+
+    def count_held(self, requests: Iterable[Request]) -> tuple[int, int]:
+        """(blocks, tokens) that these hold computed, what they share counted once."""
+        num_tokens_in: dict[int, int] = {}
+        for request in requests:
+            num_left = request.num_computed_tokens
+            for block_id in self.computed_blocks(request):
+                num_tokens = min(num_left, self.block_size)
+                num_tokens_in[block_id] = max(num_tokens_in.get(block_id, 0), num_tokens)
+                num_left -= num_tokens
+        return len(num_tokens_in), sum(num_tokens_in.values())
+
+    def publishes(self, request: Request) -> bool:
+        """Whether the request's blocks are for the prefix cache: not if it was reset under it."""
+        return self._allocations[request.request_id].publishes
 
     def open_block(self, request: Request) -> tuple[int | None, int]:
         """The block that the request's next token goes to, None if there is none yet.
@@ -198,9 +224,10 @@ class KVCacheManager:
         if self.block_pool.enable_caching:
             extend_block_hashes(request, self.block_size)
             for index in range(allocation.num_published, num_full_blocks):
-                self.block_pool.cache_block(
-                    allocation.block_table[index], request.block_hashes[index]
-                )
+                block_id = allocation.block_table[index]
+                # Of those that share blocks which were swapped in, the first publishes them.
+                if self.block_pool.block_hash(block_id) is None:
+                    self.block_pool.cache_block(block_id, request.block_hashes[index])
         allocation.num_published = num_full_blocks
 
     def reorder(self, requests: Sequence[Request], parents: Sequence[int]) -> None:
@@ -244,7 +271,7 @@ class KVCacheManager:
         for request in running:
             table = self._allocations[request.request_id].block_table
             num_full, num_in_last = divmod(request.num_computed_tokens, self.block_size)
-            assert self._num_blocks(request.num_computed_tokens) <= len(table), f"{request=}"
+            assert self.num_blocks_for(request.num_computed_tokens) <= len(table), f"{request=}"
             for block_id in table[num_full:]:
                 assert self.block_pool.block_hash(block_id) is None, f"{block_id=} is published"
             for block_id in table[num_full + (num_in_last > 0) :]:
@@ -258,10 +285,11 @@ class KVCacheManager:
         table[index] = target
         self.num_block_copies += 1
 
-    def _num_blocks(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _can_take(self, num_new_blocks: int, computed_blocks: Sequence[int]) -> bool:
+    def can_take(self, num_new_blocks: int, computed_blocks: Iterable[int]) -> bool:
+        """Whether there are so many blocks beside these, which are going to be held too."""
         # A hit that no one holds counts as takeable until it is touched.
         ref_count = self.block_pool.ref_count
         num_idle_hits = sum(ref_count(block_id) == 0 for block_id in computed_blocks)

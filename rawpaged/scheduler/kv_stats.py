@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rawpaged.request import Request
+from rawpaged.scheduler.admission import Admission
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
+from rawpaged.scheduler.preemption import Preemption
+from rawpaged.scheduler.swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,20 @@ class KVStats:
     """Requests that began with the blocks of another one so far."""
     num_block_copies: int
     """Blocks copied so far because one of their owners was to write to them."""
+    num_host_blocks: int
+    """Blocks of the swap space in host memory."""
+    num_used_host_blocks: int
+    """Of those, the ones that hold blocks of swapped requests."""
+    num_swapped_requests: int
+    """Requests that wait with their KV in these."""
     num_preemptions: int
-    """Requests that lost their blocks to older ones so far."""
+    """Requests that lost their blocks to others so far."""
+    num_swap_preemptions: int
+    """Of those, the ones whose blocks were copied to the host; the others compute them again."""
+    num_swapped_out_blocks: int
+    """Blocks copied to the host so far."""
+    num_swapped_in_blocks: int
+    """Blocks copied back so far; what the prefix cache still has is not."""
     prefix_cache_queries: int
     """Prompt tokens looked up in the prefix cache so far."""
     prefix_cache_hits: int
@@ -59,6 +74,41 @@ class KVStats:
     def num_saved_blocks(self) -> int:
         """Blocks that sharing saves: references less distinct blocks."""
         return self.num_block_refs - self.num_used_blocks
+
+
+def collect_kv_stats(
+    manager: KVCacheManager,
+    swap_space: SwapSpace,
+    preemption: Preemption,
+    admission: Admission,
+    running: Sequence[Request],
+) -> KVStats:
+    """What all parts of a scheduler have counted; `running` are all that hold blocks."""
+    pool = manager.block_pool
+    unfilled, reserved = count_open_slots(manager, running)
+    return KVStats(
+        num_blocks=pool.num_blocks,
+        block_size=manager.block_size,
+        num_used_blocks=pool.num_used_blocks,
+        num_cached_blocks=pool.num_cached_blocks,
+        num_block_refs=pool.num_refs,
+        num_shared_blocks=pool.num_shared_blocks,
+        num_used_slots=pool.num_used_blocks * manager.block_size - unfilled - reserved,
+        num_unfilled_slots=unfilled,
+        num_reserved_slots=reserved,
+        num_evictions=pool.num_evictions,
+        num_host_blocks=swap_space.block_pool.num_blocks,
+        num_used_host_blocks=swap_space.block_pool.num_used_blocks,
+        num_swapped_requests=swap_space.num_requests,
+        num_preemptions=preemption.num_recomputed + preemption.num_swapped,
+        num_swap_preemptions=preemption.num_swapped,
+        num_swapped_out_blocks=swap_space.num_blocks_out,
+        num_swapped_in_blocks=swap_space.num_blocks_in,
+        num_block_copies=manager.num_block_copies,
+        num_forks=manager.num_forks,
+        prefix_cache_queries=admission.prefix_cache_queries,
+        prefix_cache_hits=admission.prefix_cache_hits,
+    )
 
 
 def count_open_slots(manager: KVCacheManager, requests: Iterable[Request]) -> tuple[int, int]:

@@ -31,8 +31,20 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[str, ...]
     """Requests that lost their blocks to make room."""
+    swap_out: tuple[tuple[int, int], ...] = ()
+    """(device block, host block) to copy before anything else."""
+    swap_in: tuple[tuple[int, int], ...] = ()
+    """(host block, device block) to copy then."""
     block_copies: tuple[tuple[int, int], ...] = ()
-    """(source, target) blocks to copy before anything is computed; no target is a source too."""
+    """(source, target) blocks to copy then, before anything is computed; no target is a source."""
+    swapped: tuple[str, ...] = ()
+    """Requests whose blocks are swapped out or in: without these copies their KV is lost."""
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Requests that cannot go on if the step fails, each once."""
+        scheduled = (request.request_id for request in self.scheduled)
+        return tuple(dict.fromkeys((*scheduled, *self.swapped)))
 
     @property
     def num_tokens(self) -> int:

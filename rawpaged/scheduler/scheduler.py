@@ -15,13 +15,15 @@ from rawpaged.errors import InvalidRequestError
 from rawpaged.request import FinishReason, Request, RequestGroup, RequestStatus
 from rawpaged.scheduler.admission import Admission
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
-from rawpaged.scheduler.kv_stats import KVStats, count_open_slots
+from rawpaged.scheduler.kv_stats import KVStats, collect_kv_stats
 from rawpaged.scheduler.limits import check_limits
 from rawpaged.scheduler.output import SchedulerOutput
-from rawpaged.scheduler.pool_snapshot import PoolSnapshot, RequestBlocks
+from rawpaged.scheduler.pool_snapshot import PoolSnapshot, take_snapshot
+from rawpaged.scheduler.preemption import Preemption
 from rawpaged.scheduler.queues import GroupQueue
 from rawpaged.scheduler.step import Step
 from rawpaged.scheduler.stopping import check_stop
+from rawpaged.scheduler.swap_space import SwapSpace
 
 
 class Scheduler:
@@ -46,12 +48,19 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running = GroupQueue()
         self._waiting = GroupQueue()
+        self.swap_space = SwapSpace(config.num_host_blocks, self.kv_cache_manager)
         self._admission = Admission(
-            self.kv_cache_manager, self._waiting, self._running, config.max_num_seqs
+            self.kv_cache_manager,
+            self.swap_space,
+            self._waiting,
+            self._running,
+            config.max_num_seqs,
+        )
+        self._preemption = Preemption(
+            config, self.kv_cache_manager, self.swap_space, self._waiting, self._running
         )
         self._num_groups = 0
         # Totals since construction, for whoever keeps statistics.
-        self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Prompt tokens computed, recomputation after preemption included."""
         self.num_generation_tokens = 0
@@ -71,6 +80,16 @@ class Scheduler:
     @property
     def num_cached_blocks(self) -> int:
         return self.kv_cache_manager.block_pool.num_cached_blocks
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that had to give way, however."""
+        return self._preemption.num_recomputed + self._preemption.num_swapped
+
+    @property
+    def num_swap_preemptions(self) -> int:
+        """Of those, the ones whose KV was copied to the host."""
+        return self._preemption.num_swapped
 
     @property
     def prefix_cache_queries(self) -> int:
@@ -152,23 +171,14 @@ class Scheduler:
             # What is scheduled in this step already is before `group`, so never the victim.
             last = self._running.groups[-1]
             victims = self._running.members(last)
-            if last is group and not group.lockstep:
+            if last is group and not group.lockstep and len(victims) > 1:
+                # It shares most of its blocks with those that stay, from which it forks again.
                 victims = victims[-1:]
-            self._preempt(victims, step)
+                self._preemption.preempt(victims, step)
+            else:
+                self._preemption.preempt_group(victims, step)
             ready = [request for request in ready if request not in victims]
         return ready
-
-    def _preempt(self, victims: Sequence[Request], step: Step) -> None:
-        """Takes the requests' blocks; they will compute their tokens anew."""
-        for request in reversed(victims):
-            self._running.remove(request)
-            self.kv_cache_manager.free(request)
-            request.num_computed_tokens = 0
-            request.num_preemptions += 1
-            request.status = RequestStatus.PREEMPTED
-            self._waiting.add(request)
-            step.preempted.append(request.request_id)
-            self.num_preemptions += 1
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
         """Books a computed step; returns the requests that it ended, their blocks freed.
@@ -245,6 +255,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         self.kv_cache_manager.free(request)
+        self.swap_space.free(request)
         del self._requests[request.request_id]
         request.group.requests.remove(request)
         request.status = RequestStatus.FINISHED
@@ -252,56 +263,29 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """No later prefix hit sees KV from before this call; running requests go on."""
         self.kv_cache_manager.reset_prefix_cache()
+        self.swap_space.stop_publishing()
 
     def kv_stats(self) -> KVStats:
         """The KV pool in numbers; to be called between steps. Linear in the running requests."""
-        manager = self.kv_cache_manager
-        pool = manager.block_pool
-        unfilled, reserved = count_open_slots(manager, self._running.requests())
-        return KVStats(
-            num_blocks=pool.num_blocks,
-            block_size=manager.block_size,
-            num_used_blocks=pool.num_used_blocks,
-            num_cached_blocks=pool.num_cached_blocks,
-            num_block_refs=pool.num_refs,
-            num_shared_blocks=pool.num_shared_blocks,
-            num_used_slots=pool.num_used_blocks * manager.block_size - unfilled - reserved,
-            num_unfilled_slots=unfilled,
-            num_reserved_slots=reserved,
-            num_evictions=pool.num_evictions,
-            num_forks=manager.num_forks,
-            num_block_copies=manager.num_block_copies,
-            num_preemptions=self.num_preemptions,
-            prefix_cache_queries=self.prefix_cache_queries,
-            prefix_cache_hits=self.prefix_cache_hits,
+        return collect_kv_stats(
+            self.kv_cache_manager,
+            self.swap_space,
+            self._preemption,
+            self._admission,
+            self._running.requests(),
         )
 
     def pool_snapshot(self) -> PoolSnapshot:
         """Who holds which block; to be called between steps. Copies, and walks over nothing."""
-        manager = self.kv_cache_manager
-        return PoolSnapshot(
-            num_blocks=manager.block_pool.num_blocks,
-            block_size=manager.block_size,
-            num_waiting=len(self._waiting),
-            requests=tuple(self._blocks_of(request) for request in self._running.requests()),
-            published_blocks=manager.block_pool.published_blocks(),
-        )
-
-    def _blocks_of(self, request: Request) -> RequestBlocks:
-        return RequestBlocks(
-            request_id=request.request_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_tokens=request.num_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            block_table=self.kv_cache_manager.block_table(request.request_id),
-        )
+        return take_snapshot(self.kv_cache_manager, self._running.requests(), len(self._waiting))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, block tables and pool agree; for tests."""
         running, waiting = self._running.requests(), self._waiting.requests()
         self.kv_cache_manager.check_integrity(running)
+        self.swap_space.check_integrity()
+        swapped = [r for r in waiting if r.status is RequestStatus.SWAPPED]
+        assert swapped == [r for r in running + waiting if self.swap_space.holds(r)]
         names = [request.request_id for request in running + waiting]
         assert sorted(names) == sorted(self._requests)
         assert all(r.status is RequestStatus.RUNNING for r in running)

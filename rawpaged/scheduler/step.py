@@ -13,6 +13,9 @@ class Step:
     def __init__(self, budget: int, kv_cache_manager: KVCacheManager) -> None:
         self.budget = budget
         self.preempted: list[str] = []
+        self.swap_out: tuple[tuple[int, int], ...] = ()
+        self.swap_in: tuple[tuple[int, int], ...] = ()
+        self.swapped: list[str] = []
         self._scheduled: list[ScheduledRequest] = []
         self._kv_cache_manager = kv_cache_manager
 
@@ -41,5 +44,8 @@ class Step:
         return SchedulerOutput(
             tuple(self._scheduled),
             tuple(self.preempted),
+            swap_out=self.swap_out,
+            swap_in=self.swap_in,
             block_copies=self._kv_cache_manager.take_block_copies(),
+            swapped=tuple(self.swapped),
         )

@@ -22,6 +22,7 @@ TOKENS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be scheduled.",
+    "num_requests_swapped": "Of those, the ones whose KV blocks are in host memory.",
     "kv_cache_usage_perc": "Share of the KV blocks held by requests, from 0 to 1.",
     "kv_blocks": "KV blocks of the pool.",
     "kv_blocks_used": "KV blocks held by at least one request.",
@@ -30,6 +31,7 @@ GAUGES = {
     "kv_blocks_shared": "KV blocks held by more than one request.",
     "kv_block_refs": "Entries of all block tables: KV blocks used if nothing were shared.",
     "kv_blocks_saved": "KV blocks that sharing saves: references less blocks used.",
+    "cpu_cache_usage_perc": "Share of the swap space's blocks that are held, from 0 to 1.",
     "kv_slots_used": "Token slots of used KV blocks that hold a token.",
     "kv_slots_unfilled": "Other token slots of KV blocks that hold one: internal fragmentation.",
     "kv_slots_reserved": "Token slots of used KV blocks that hold none yet.",
@@ -42,6 +44,9 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens computed.",
     "generation_tokens": "Tokens generated.",
     "num_preemptions": "Requests preempted.",
+    "num_swap_preemptions": "Of those, the ones whose KV blocks were copied to the host.",
+    "swapped_out_blocks": "KV blocks copied to the host.",
+    "swapped_in_blocks": "KV blocks copied back from the host.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "kv_block_evictions": "Cached KV blocks given away.",
@@ -50,6 +55,9 @@ COUNTERS = {
 }
 KV_TOTALS = {
     "num_preemptions": "num_preemptions",
+    "num_swap_preemptions": "num_swap_preemptions",
+    "swapped_out_blocks": "num_swapped_out_blocks",
+    "swapped_in_blocks": "num_swapped_in_blocks",
     "prefix_cache_queries": "prefix_cache_queries",
     "prefix_cache_hits": "prefix_cache_hits",
     "kv_block_evictions": "num_evictions",
@@ -123,6 +131,7 @@ class PrometheusStats:
         gauges, kv = self._gauges, stats.kv
         gauges["num_requests_running"].set(stats.num_running)
         gauges["num_requests_waiting"].set(stats.num_waiting)
+        gauges["num_requests_swapped"].set(kv.num_swapped_requests)
         gauges["kv_cache_usage_perc"].set(kv.num_used_blocks / kv.num_blocks)
         gauges["kv_blocks"].set(kv.num_blocks)
         gauges["kv_blocks_used"].set(kv.num_used_blocks)
@@ -131,6 +140,7 @@ class PrometheusStats:
         gauges["kv_blocks_shared"].set(kv.num_shared_blocks)
         gauges["kv_block_refs"].set(kv.num_block_refs)
         gauges["kv_blocks_saved"].set(kv.num_saved_blocks)
+        gauges["cpu_cache_usage_perc"].set(kv.num_used_host_blocks / max(1, kv.num_host_blocks))
         gauges["kv_slots_used"].set(kv.num_used_slots)
         gauges["kv_slots_unfilled"].set(kv.num_unfilled_slots)
         gauges["kv_slots_reserved"].set(kv.num_reserved_slots)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rawpaged.backend import KVCache
 from rawpaged.config import SchedulerConfig
 from rawpaged.devices import open_backend
 from rawpaged.engine.engine import Engine
@@ -45,11 +46,12 @@ class RecordingRunner(ModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logits: defaultdict[str, list[bytes]] = defaultdict(list)
-        self.poison(range(kwargs["num_blocks"]))
+        self.poison(self.kv_caches, range(self.num_blocks))
+        self.poison(self.host_kv_caches, range(self.num_host_blocks))
 
-    def poison(self, block_ids: Sequence[int]) -> None:
+    def poison(self, caches: Sequence[KVCache], block_ids: Sequence[int]) -> None:
         """Fill these blocks with NaN, or what shows like it."""
-        for cache in self.kv_caches:
+        for cache in caches:
             for pool in (cache.keys, cache.values):
                 pool[list(block_ids)] = poison_for(pool)
 
@@ -71,8 +73,9 @@ def tiny_engine(
     max_model_len: int = 160,
     num_threads: int = 1,
     enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
 ) -> Engine:
-    """An engine over a golden checkpoint, its runner a RecordingRunner."""
+    """An engine over a golden checkpoint, its runner a RecordingRunner; swaps into host blocks."""
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
     backend = open_backend(
         "cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads
@@ -86,6 +89,7 @@ def tiny_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        num_host_blocks=num_host_blocks,
     )
     config = SchedulerConfig(
         num_blocks=num_blocks,
@@ -94,6 +98,8 @@ def tiny_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        preemption_mode="swap" if num_host_blocks else "recompute",
     )
     return Engine(config, runner)
 
@@ -140,19 +146,24 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
         engine.scheduler.check_integrity()
         poison_free_blocks(engine)
     assert engine.scheduler.num_used_blocks == 0
+    assert engine.scheduler.swap_space.block_pool.num_used_blocks == 0
     return tokens
 
 
 def poison_free_blocks(engine: Engine) -> None:
-    """Fill blocks that hold nothing with NaN, so that whoever reads one shows it."""
+    """Fill blocks of both pools that hold nothing with NaN, so that whoever reads one shows it."""
     assert isinstance(engine.runner, RecordingRunner)
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    free = [
-        block_id
-        for block_id in range(pool.num_blocks)
-        if pool.ref_count(block_id) == 0 and pool.block_hash(block_id) is None
-    ]
-    engine.runner.poison(free)
+    scheduler, runner = engine.scheduler, engine.runner
+    for pool, caches in (
+        (scheduler.kv_cache_manager.block_pool, runner.kv_caches),
+        (scheduler.swap_space.block_pool, runner.host_kv_caches),
+    ):
+        free = [
+            block_id
+            for block_id in range(pool.num_blocks)
+            if pool.ref_count(block_id) == 0 and pool.block_hash(block_id) is None
+        ]
+        runner.poison(caches, free)
 
 
 def golden(name: str) -> dict[str, npt.NDArray[Any]]:

@@ -116,11 +116,14 @@ def many_samples() -> list[list[Request]]:
         {"num_blocks": 200, "max_num_seqs": 3},
         {"num_blocks": 10, "num_threads": 2},
         {"num_blocks": 14, "max_num_seqs": 6, "max_num_batched_tokens": 20},
+        {"num_blocks": 10, "num_host_blocks": 40},
+        {"num_blocks": 14, "num_host_blocks": 6, "max_num_seqs": 6, "max_num_batched_tokens": 20},
+        {"num_blocks": 12, "num_host_blocks": 20, "enable_prefix_caching": False},
     ],
     ids=str,
 )
 def test_samples_that_share_blocks(dtype: str, engine_params: dict[str, int]) -> None:
-    """Forks, copies, preemption: each sample computes the bits of a request alone."""
+    """Forks, copies, preemption, swapping: each sample computes the bits of a request alone."""
     solo = tiny_engine(dtype=dtype, enable_prefix_caching=False, max_num_batched_tokens=128)
     for each in [each for group in many_samples() for each in group]:
         each.group = RequestGroup((each,))
@@ -133,7 +136,9 @@ def test_samples_that_share_blocks(dtype: str, engine_params: dict[str, int]) ->
     manager = engine.scheduler.kv_cache_manager
     assert manager.num_forks > 0
     assert manager.num_block_copies > 0
-    assert (engine.scheduler.num_preemptions > 0) == (engine_params["num_blocks"] < 20)
+    stats = engine.scheduler.kv_stats()
+    assert (stats.num_preemptions > 0) == (engine_params["num_blocks"] < 20)
+    assert (stats.num_swapped_in_blocks > 0) == ("num_host_blocks" in engine_params)
     engine.close()
 
 

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from rawpaged.backend import KVScales
-from rawpaged.config import EngineConfig
+from rawpaged.config import EngineConfig, PreemptionCosts
 from rawpaged.cpu.backend import CpuBackend
 from rawpaged.engine import memory_plan
 from rawpaged.engine.memory_plan import (
     MemoryPlan,
     check_memory,
     make_plan,
+    preemption_mode,
     resolve_dtype,
     resolve_kv_cache_dtype,
+    scheduler_config,
 )
 from rawpaged.errors import BackendError, ConfigError
 from rawpaged.models.config import ModelConfig, RopeConfig
@@ -231,3 +233,60 @@ def test_size_in_words(num_bytes: int, text: str) -> None:
 def test_what_one_device_has_and_the_other_not(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         EngineConfig(model="m", **flags)
+
+
+def test_swap_space() -> None:
+    plan = plan_for(kv_cache_memory_bytes=10**9, swap_space=1.5)
+    assert plan.num_host_blocks == 3 * 2**29 // BLOCK_BYTES == 768
+    assert plan.swap_bytes == 768 * BLOCK_BYTES
+    assert "swap space   1.611 GB of the host: 768 blocks" in plan.describe()
+    assert "swap" not in plan_for(kv_cache_memory_bytes=10**9).describe()
+
+
+def test_a_swap_space_without_a_block() -> None:
+    with pytest.raises(ConfigError, match=f"holds no block: one takes {BLOCK_BYTES} bytes"):
+        plan_for(kv_cache_memory_bytes=10**9, swap_space=0.0001)
+
+
+def test_a_swap_space_that_no_memory_has() -> None:
+    plan = plan_for(kv_cache_memory_bytes=10**9, swap_space=100)
+    with pytest.raises(BackendError, match=r"swap space \(107.4 GB\)"):
+        check_memory(plan, Machine(total=50 * 10**9))
+    check_memory(replace(plan, num_host_blocks=0), Machine(total=50 * 10**9))
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ({}, "recompute"),
+        ({"swap_space": 1}, "auto"),
+        ({"swap_space": 1, "preemption_mode": "swap"}, "swap"),
+        ({"preemption_mode": "recompute"}, "recompute"),
+    ],
+)
+def test_preemption_modes(flags: dict[str, Any], mode: str) -> None:
+    config = tiny_config(**flags)
+    assert preemption_mode(config) == mode
+    costs = PreemptionCosts(1.0, 1.0) if mode == "auto" else None
+    plan = plan_for(num_gpu_blocks_override=1000, **flags)
+    made = scheduler_config(config, plan, costs)
+    assert (made.preemption_mode, made.preemption_costs) == (mode, costs)
+    assert made.num_host_blocks == plan.num_host_blocks
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"preemption_mode": "swap"}, "needs a swap_space"),
+        ({"preemption_mode": "auto"}, "needs a swap_space"),
+        ({"preemption_mode": "recompute", "swap_space": 1}, "would not be used"),
+        ({"preemption_mode": "never"}, "not one of recompute, swap, auto"),
+        ({"swap_space": -1}, "0 or more GiB"),
+        ({"swap_space": float("nan")}, "0 or more GiB"),
+        ({"swap_space": float("inf")}, "0 or more GiB"),
+        ({"swap_space": "4"}, "must be a number"),
+    ],
+)
+def test_swap_flags_that_cannot_be_honoured(flags: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        tiny_config(**flags)

@@ -98,6 +98,10 @@ def solo_beams(prompt: Sequence[int], width: int, num_steps: int) -> list[list[i
     return beams
 
 
+Slots = dict[tuple[int, int], tuple[Any, ...] | None]
+"""(block, offset) -> what is stored there; None: poison."""
+
+
 class FakeModel:
     """Computes steps. The KV of a position is the tuple of everything that it depends on.
 
@@ -107,16 +111,22 @@ class FakeModel:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.slots: dict[tuple[int, int], tuple[Any, ...] | None] = {}
+        self.slots: Slots = {}
+        self.host_slots: Slots = {}
 
     def compute(
-        self, output: SchedulerOutput, requests: Mapping[str, Request], pool: BlockPool
+        self,
+        output: SchedulerOutput,
+        requests: Mapping[str, Request],
+        pool: BlockPool,
+        host_pool: BlockPool,
     ) -> dict[str, int]:
         """Runs a step; returns the sampled tokens of requests that are not in lockstep."""
-        self._copy(output)
-        for block_id in range(pool.num_blocks):
-            if pool.ref_count(block_id) == 0 and pool.block_hash(block_id) is None:
-                self._poison(block_id)
+        self._copy(output.swap_out, self.slots, self.host_slots)
+        self._copy(output.swap_in, self.host_slots, self.slots)
+        self._copy(output.block_copies, self.slots, self.slots)
+        self._poison_free(pool, self.slots)
+        self._poison_free(host_pool, self.host_slots)
         for scheduled in output.scheduled:
             self._write(scheduled, requests[scheduled.request_id])
         for scheduled in output.scheduled:
@@ -129,18 +139,18 @@ class FakeModel:
             if not request.group.lockstep
         }
 
-    def _copy(self, output: SchedulerOutput) -> None:
-        sources = {source for source, _ in output.block_copies}
-        targets = [target for _, target in output.block_copies]
-        assert len(set(targets)) == len(targets), f"{output.block_copies=}"
-        assert not sources & set(targets), f"{output.block_copies=}"
-        for source, target in output.block_copies:
+    def _copy(self, pairs: Sequence[tuple[int, int]], origin: Slots, to: Slots) -> None:
+        targets = [target for _, target in pairs]
+        assert len(set(targets)) == len(targets), f"{pairs=}"
+        assert origin is not to or not {source for source, _ in pairs} & set(targets), f"{pairs=}"
+        for source, target in pairs:
             for offset in range(self.block_size):
-                self.slots[target, offset] = self.slots.get((source, offset))
+                to[target, offset] = origin.get((source, offset))
 
-    def _poison(self, block_id: int) -> None:
-        for offset in range(self.block_size):
-            self.slots[block_id, offset] = None
+    def _poison_free(self, pool: BlockPool, slots: Slots) -> None:
+        for block_id in range(pool.num_blocks):
+            if pool.ref_count(block_id) == 0 and pool.block_hash(block_id) is None:
+                slots.update({(block_id, offset): None for offset in range(self.block_size)})
 
     def _write(self, scheduled: ScheduledRequest, request: Request) -> None:
         start, end = scheduled.start, scheduled.start + len(scheduled.token_ids)
@@ -157,13 +167,21 @@ class FakeModel:
             content = (request.cache_keys, *request.token_ids[: position + 1])
             self.slots[self._slot(scheduled.block_table, position)] = content
 
-    def check(self, request: Request, block_table: Sequence[int], num_computed: int) -> None:
+    def check(
+        self,
+        request: Request,
+        block_table: Sequence[int],
+        num_computed: int,
+        *,
+        in_host: bool = False,
+    ) -> None:
         """Raises AssertionError unless all computed positions hold exactly their own content."""
+        slots = self.host_slots if in_host else self.slots
         for position in range(num_computed):
             slot = self._slot(block_table, position)
             content = (request.cache_keys, *request.token_ids[: position + 1])
-            assert self.slots.get(slot) == content, (
-                f"{request.request_id} {position=} {slot=}: {self.slots.get(slot)} != {content}"
+            assert slots.get(slot) == content, (
+                f"{request.request_id} {position=} {slot=}: {slots.get(slot)} != {content}"
             )
 
     def check_published(self, pool: BlockPool) -> None:
@@ -206,8 +224,9 @@ class Runner:
         return requests
 
     def compute(self, output: SchedulerOutput) -> dict[str, int]:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return self.model.compute(output, self.requests, pool)
+        scheduler = self.scheduler
+        pools = scheduler.kv_cache_manager.block_pool, scheduler.swap_space.block_pool
+        return self.model.compute(output, self.requests, *pools)
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
         """Books the step, and lets beams go on; returns the requests that have ended."""
@@ -243,6 +262,7 @@ class Runner:
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished():
                 assert self.scheduler.num_used_blocks == 0
+                assert self.scheduler.swap_space.block_pool.num_used_blocks == 0
                 return
             self.step()
         raise AssertionError(f"not done after {max_steps} steps")

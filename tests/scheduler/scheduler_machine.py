@@ -5,14 +5,14 @@ test_machines.py runs it on the code as it is, test_planted_faults.py on broken 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rawpaged.config import SchedulerConfig
+from rawpaged.config import PreemptionCosts, SchedulerConfig
 from rawpaged.errors import InvalidRequestError
 from rawpaged.request import FinishReason, Request, RequestStatus
 from rawpaged.scheduler.output import SchedulerOutput
@@ -63,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from((1, 2, 3, 4, 8)),
         budget=st.sampled_from((1, 2, 3, 5, 8, 16, 32)),
         enable_prefix_caching=st.sampled_from((True, True, False)),
+        preemption=st.sampled_from(("recompute", "swap", "auto")),
+        num_host_blocks=st.integers(1, 12),
         drafts=st.lists(GROUPS, min_size=2, max_size=4),
     )
     def create(
@@ -72,6 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         enable_prefix_caching: bool,
+        preemption: str,
+        num_host_blocks: int,
         drafts: list[dict[str, Any]],
     ) -> None:
         self.config = SchedulerConfig(
@@ -81,6 +85,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=0 if preemption == "recompute" else num_host_blocks,
+            preemption_mode=preemption,
+            # A block out and in again for two tokens to compute.
+            preemption_costs=PreemptionCosts(1.0, 1.0) if preemption == "auto" else None,
         )
         self.runner = Runner(self.config)
         self.scheduler = self.runner.scheduler
@@ -122,15 +130,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_that_fit = (config.num_blocks - num_shared) // num_own
         return min(num_that_fit, config.max_num_seqs, config.max_num_batched_tokens)
 
-    @rule(length=st.integers(0, MAX_PROMPT))
-    def add_what_is_refused(self, length: int) -> None:
-        max_tokens = max(1, self.config.max_model_len - length + 1) if length else 1
+    @rule(length=st.integers(0, MAX_PROMPT), max_tokens=st.integers(1, 16))
+    def add_what_is_refused(self, length: int, max_tokens: int) -> None:
+        too_many = max(1, self.config.max_model_len - length + 1) if length else 1
         with pytest.raises(InvalidRequestError):
-            self.scheduler.add(make_request("refused", [0] * length, max_tokens).group)
-
-    @rule(length=st.integers(1, MAX_PROMPT), max_tokens=st.integers(1, 16))
-    def add_beams_that_are_refused(self, length: int, max_tokens: int) -> None:
-        length = min(length, self.config.max_model_len - 1)
+            self.scheduler.add(make_request("refused", [0] * length, too_many).group)
+        length = min(max(1, length), self.config.max_model_len - 1)
         max_tokens = min(max_tokens, self.config.max_model_len - length)
         n = self._most_beams(length, max_tokens) + 1
         with pytest.raises(InvalidRequestError, match=f"n={n} beams"):
@@ -142,23 +147,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._step()
 
     @precondition(lambda self: self.unfinished)
-    @rule(which=st.integers(0, 99), during=st.booleans())
-    def abort(self, which: int, during: bool) -> None:
+    @rule(which=st.integers(0, 99), during=st.booleans(), swapped=st.booleans())
+    def abort(self, which: int, during: bool, swapped: bool) -> None:
         """A request of a group, or all in lockstep with it."""
-        request = self.unfinished[which % len(self.unfinished)]
+        candidates = [
+            r for r in self.unfinished if swapped and r.status is RequestStatus.SWAPPED
+        ] or self.unfinished
+        request = candidates[which % len(candidates)]
         aborted = list(request.group.requests) if request.group.lockstep else [request]
         if during:
             self._step(abort=aborted)
         else:
             self._abort(aborted)
 
-    @rule(is_computed=st.booleans())
-    def fail_a_step(self, is_computed: bool) -> None:
-        """Before its copies were made, or after all was computed."""
-        output = self.scheduler.schedule()
+    @rule(is_computed=st.booleans(), most_steps=st.integers(1, 8))
+    def fail_a_step(self, is_computed: bool, most_steps: int) -> None:
+        """One that copies blocks if there is any soon: before its copies, or after all of it."""
+        for num_left in reversed(range(most_steps)):
+            output = self.scheduler.schedule()
+            if num_left == 0 or output.block_copies or output.swapped:
+                break
+            self._finish_step(output, self.runner.compute(output))
         if is_computed:
             self.runner.compute(output)
-        failed = [self.runner.requests[s.request_id] for s in output.scheduled]
+        failed = [self.runner.requests[request_id] for request_id in output.request_ids]
         in_lockstep = {r.group for r in failed if r.group.lockstep}
         self._abort([r for r in self.unfinished if r in failed or r.group in in_lockstep])
 
@@ -187,6 +199,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._check_shares(output, running)
         sampled = self.runner.compute(output)
         self._abort(abort)
+        self._finish_step(output, sampled)
+
+    def _finish_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
         widths = {r.group: len(r.group.requests) for r in self.unfinished}
         finished = self.runner.update(output, sampled)
         assert set(finished) == {r for r in self.unfinished if r.is_finished}
@@ -273,7 +288,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [r for r in self.unfinished if r.status is not RequestStatus.RUNNING]
         for request in waiting:
             siblings = [r for r in request.group.requests if r.status is RequestStatus.RUNNING]
-            if request.group.lockstep or siblings:
+            is_swapped = request.status is RequestStatus.SWAPPED
+            if request.group.lockstep or siblings or is_swapped:
                 return
             if scheduler.num_running < config.max_num_seqs:
                 num_blocks = -(-request.num_tokens // config.block_size)
@@ -289,21 +305,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.status is RequestStatus.RUNNING:
                 table = scheduler.kv_cache_manager.block_table(request.request_id)
                 self.runner.model.check(request, table, request.num_computed_tokens)
+            elif request.status is RequestStatus.SWAPPED:
+                table = scheduler.swap_space.host_table(request.request_id)
+                assert request.num_computed_tokens > 0
+                self.runner.model.check(request, table, request.num_computed_tokens, in_host=True)
             else:
                 preempted = request.num_preemptions > 0
                 status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
                 assert (request.status, request.num_computed_tokens) == (status, 0)
         self.runner.model.check_published(scheduler.kv_cache_manager.block_pool)
         requests = self.runner.requests.values()
-        assert scheduler.num_preemptions == sum(r.num_preemptions for r in requests)
+        stats = scheduler.kv_stats()
+        assert stats.num_preemptions == sum(r.num_preemptions for r in requests)
+        assert stats.num_swap_preemptions <= stats.num_preemptions
+        assert stats.num_swapped_in_blocks <= stats.num_swapped_out_blocks
         assert scheduler.prefix_cache_hits == sum(r.num_cached_tokens for r in requests)
 
     def teardown(self) -> None:
         if not hasattr(self, "runner"):
             return
-        for _ in range(2 * len(self.unfinished) * self.config.max_model_len):
+        most_steps = 2 * len(self.unfinished) * self.config.max_model_len
+        while self.unfinished and most_steps > 0:
+            most_steps -= 1
             self._step()
             self.is_sound()
         assert not self.unfinished
         assert not self.scheduler.has_unfinished()
         assert self.scheduler.num_used_blocks == 0
+        assert self.scheduler.swap_space.block_pool.num_used_blocks == 0

@@ -10,7 +10,7 @@ TestBlockPool.settings = settings(max_examples=100, stateful_step_count=30, dead
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=150,
+    max_examples=400,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

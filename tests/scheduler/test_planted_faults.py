@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from rawpaged.request import Request, RequestGroup
+from rawpaged.request import Request, RequestGroup, RequestStatus
 from rawpaged.scheduler import admission, block_hash
 from rawpaged.scheduler.admission import Admission
 from rawpaged.scheduler.block_pool import BlockPool
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
+from rawpaged.scheduler.output import SchedulerOutput
+from rawpaged.scheduler.preemption import Preemption
 from rawpaged.scheduler.scheduler import Scheduler
 from rawpaged.scheduler.step import Step
+from rawpaged.scheduler.swap_space import SwapIn, SwapSpace
 from tests.scheduler.pool_machine import BlockPoolMachine
 from tests.scheduler.scheduler_machine import SchedulerMachine
 
@@ -36,13 +39,15 @@ touch_rightly = BlockPool.touch
 evict_rightly = BlockPool._evict
 cache_block_rightly = BlockPool.cache_block
 release_rightly = KVCacheManager.free
-preempt_rightly = Scheduler._preempt
+preempt_rightly = Preemption.preempt
 admit_rightly = Admission._admit_group
 append_rightly = KVCacheManager.allocate_slots
 share_rightly = KVCacheManager.get_shareable_blocks
 start_rightly = KVCacheManager.start
 give_rightly = Step.give
-find_start_rightly = Admission._find_start
+swap_out_rightly = SwapSpace.swap_out
+swap_in_rightly = SwapSpace.swap_in
+swap_group_rightly = Preemption.preempt_group
 hash_rightly = block_hash.hash_block
 
 
@@ -95,7 +100,7 @@ def publish_over_the_first(pool: BlockPool, block_id: int, block_hash: bytes) ->
     cache_block_rightly(pool, block_id, block_hash)
 
 
-POOL_FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
+POOL_FAULTS: list[tuple[Any, str, Any]] = [
     (BlockPool, "free", free_one_block_too_few),
     (BlockPool, "free", free_with_a_reference_left),
     (BlockPool, "_evict", evict_but_keep_the_hash),
@@ -118,7 +123,7 @@ def publish_blocks_before_they_are_computed(manager: KVCacheManager, request: Re
 
 
 def count_hits_as_room(
-    manager: KVCacheManager, num_new_blocks: int, computed_blocks: Sequence[int]
+    manager: KVCacheManager, num_new_blocks: int, computed_blocks: Iterable[int]
 ) -> bool:
     return num_new_blocks <= manager.block_pool.num_takeable_blocks
 
@@ -145,17 +150,16 @@ def overtake_in_waiting(admission: Admission, group: RequestGroup, step: Step) -
     return True
 
 
-def preempt_to_the_back(scheduler: Scheduler, victims: Sequence[Request], step: Step) -> None:
-    preempt_rightly(scheduler, victims, step)
+def preempt_to_the_back(preemption: Preemption, victims: Sequence[Request], step: Step) -> None:
+    preempt_rightly(preemption, victims, step)
     group = victims[0].group
-    if not scheduler._running.members(group):
-        members = scheduler._waiting.members(group)
+    if not preemption._running.members(group):
+        members = preemption._waiting.members(group)
         for request in members:
-            scheduler._waiting.remove(request)
-        scheduler._num_groups += 1
-        group.number = scheduler._num_groups
+            preemption._waiting.remove(request)
+        group.number += 1_000_000
         for request in members:
-            scheduler._waiting.add(request)
+            preemption._waiting.add(request)
 
 
 def preempt_the_oldest(
@@ -163,15 +167,14 @@ def preempt_the_oldest(
 ) -> list[Request]:
     while not scheduler.kv_cache_manager.has_slots_for(ready):
         victims = scheduler._running.members(scheduler._running.groups[0])
-        scheduler._preempt(victims, step)
+        scheduler._preemption.preempt(victims, step)
         ready = [request for request in ready if request not in victims]
     return ready
 
 
-def preempt_without_freeing(scheduler: Scheduler, victims: Sequence[Request], step: Step) -> None:
+def preempt_without_freeing(preemption: Preemption, victims: Sequence[Request], step: Step) -> None:
     for request in reversed(victims):
-        scheduler._running.remove(request)
-        scheduler._waiting.add(request)
+        preemption._stop(request, RequestStatus.PREEMPTED, step)
 
 
 def part_those_in_lockstep(
@@ -179,7 +182,7 @@ def part_those_in_lockstep(
 ) -> list[Request]:
     while not scheduler.kv_cache_manager.has_slots_for(ready):
         last = scheduler._running.members(scheduler._running.groups[-1])[-1:]
-        scheduler._preempt(last, step)
+        scheduler._preemption.preempt(last, step)
         ready = [request for request in ready if request not in last]
     return ready
 
@@ -243,18 +246,6 @@ def fork_without_references(
     table[: len(computed_blocks)] = computed_blocks
 
 
-def fork_before_the_prompt_is_computed(admission: Admission, request: Request) -> Any:
-    computed = [(r, r.num_computed_tokens) for r in admission._running.members(request.group)]
-    for sibling, _ in computed:
-        sibling.num_computed_tokens = max(
-            sibling.num_computed_tokens, min(sibling.num_tokens, request.num_prompt_tokens)
-        )
-    start = find_start_rightly(admission, request)
-    for sibling, num_tokens in computed:
-        sibling.num_computed_tokens = num_tokens
-    return start
-
-
 def fork_from_other_tokens(request: Request, sibling: Request) -> int:
     return min(request.num_tokens, sibling.num_computed_tokens)
 
@@ -300,22 +291,67 @@ def reorder_tables_only(
         request.token_ids = [*tokens[parent], token_id]
 
 
+def swap_out_without_copies(swap_space: SwapSpace, requests: Sequence[Request]) -> Any:
+    pairs = swap_out_rightly(swap_space, requests)
+    return pairs and pairs[1:]
+
+
+def swap_in_without_copies(swap_space: SwapSpace, plan: SwapIn) -> Any:
+    return swap_in_rightly(swap_space, plan)[1:]
+
+
+def swap_in_from_evicted_blocks(swap_space: SwapSpace, plan: SwapIn) -> Any:
+    pool = swap_space._kv_cache_manager.block_pool
+    num_new_blocks = min(plan.num_new_blocks, pool.num_takeable_blocks)
+    pool.free(pool.take(num_new_blocks))
+    return swap_in_rightly(swap_space, plan)
+
+
+def keep_host_blocks_of_ended_requests(swap_space: SwapSpace, request: Request) -> None:
+    swap_space._swapped.pop(request.request_id, None)
+
+
+def share_no_references_in_the_swap_space(
+    swap_space: SwapSpace, requests: Sequence[Request]
+) -> Any:
+    pairs = swap_out_rightly(swap_space, requests)
+    if pairs is not None:
+        pool = swap_space.block_pool
+        for _, block_id in pairs:
+            pool.free([block_id] * (pool.ref_count(block_id) - 1))
+    return pairs
+
+
+def swap_in_without_room(swap_space: SwapSpace, plan: SwapIn) -> bool:
+    return True
+
+
+def swap_only_the_last(preemption: Preemption, victims: Sequence[Request], step: Step) -> None:
+    swap_group_rightly(preemption, victims[-1:], step)
+    if victims[:-1]:
+        preemption.preempt(victims[:-1], step)
+
+
+def let_swapped_ones_outlive_a_failed_step(output: SchedulerOutput) -> tuple[str, ...]:
+    return tuple(scheduled.request_id for scheduled in output.scheduled)
+
+
 def sample_out_of_step(scheduler: Scheduler, group: RequestGroup, budget: int) -> list[Request]:
     members = scheduler._running.members(group)
     return [request for request in members if request.num_missing_tokens == 1][:budget]
 
 
-SCHEDULER_FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
+SCHEDULER_FAULTS: list[tuple[Any, str, Any]] = [
     *POOL_FAULTS[:3],
     (BlockPool, "touch", touch_but_leave_evictable),
     (KVCacheManager, "publish", publish_blocks_before_they_are_computed),
-    (KVCacheManager, "_can_take", count_hits_as_room),
+    (KVCacheManager, "can_take", count_hits_as_room),
     (KVCacheManager, "free", keep_blocks_of_stopped_requests),
     (block_hash, "hash_block", hash_without_parent),
     (block_hash, "hash_block", hash_without_keys),
     (Admission, "_admit_group", overtake_in_waiting),
-    (Scheduler, "_preempt", preempt_to_the_back),
-    (Scheduler, "_preempt", preempt_without_freeing),
+    (Preemption, "preempt", preempt_to_the_back),
+    (Preemption, "preempt", preempt_without_freeing),
     (Scheduler, "_make_room", preempt_the_oldest),
     (Scheduler, "_make_room", part_those_in_lockstep),
     (KVCacheManager, "allocate_slots", write_to_shared_blocks),
@@ -326,12 +362,19 @@ SCHEDULER_FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (KVCacheManager, "has_slots_for", count_no_room_for_copies),
     (KVCacheManager, "get_shareable_blocks", share_blocks_that_get_full),
     (KVCacheManager, "fork", fork_without_references),
-    (Admission, "_find_start", fork_before_the_prompt_is_computed),
     (admission, "_num_common_tokens", fork_from_other_tokens),
     (Step, "give", store_what_is_stored),
     (KVCacheManager, "reorder", reorder_and_free_first),
     (Scheduler, "reorder", reorder_tables_only),
     (Scheduler, "_ready_to_sample", sample_out_of_step),
+    (SwapSpace, "swap_out", swap_out_without_copies),
+    (SwapSpace, "swap_in", swap_in_without_copies),
+    (SwapSpace, "swap_in", swap_in_from_evicted_blocks),
+    (SwapSpace, "free", keep_host_blocks_of_ended_requests),
+    (SwapSpace, "swap_out", share_no_references_in_the_swap_space),
+    (SwapSpace, "has_room_for", swap_in_without_room),
+    (Preemption, "preempt_group", swap_only_the_last),
+    (SchedulerOutput, "request_ids", property(let_swapped_ones_outlive_a_failed_step)),
 ]
 
 
@@ -344,13 +387,16 @@ CASES = [
 @pytest.mark.parametrize(
     ("machine", "owner", "name", "fault"),
     CASES,
-    ids=[f"{machine.__name__}-{fault.__name__}" for machine, _, _, fault in CASES],
+    ids=[
+        f"{machine.__name__}-{getattr(fault, 'fget', fault).__name__}"
+        for machine, _, _, fault in CASES
+    ],
 )
 def test_the_state_machine_notices(
     machine: type[RuleBasedStateMachine],
     owner: Any,
     name: str,
-    fault: Callable[..., Any],
+    fault: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
