@@ -124,7 +124,7 @@ def _sleep_and_wake(target: Target) -> None:
     run(engine, [request("before", prompt, max_tokens=3)])
     engine.sleep(1)
     engine.wake_up()
-    runner.poison(range(_NUM_BLOCKS))
+    runner.poison(runner.kv_caches, range(_NUM_BLOCKS))
     run(engine, [request("after", prompt, max_tokens=3)])
     logits = dict(runner.logits)
     engine.close()
