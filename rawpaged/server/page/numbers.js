@@ -30,6 +30,11 @@ export function readSample(metrics, time) {
     queries: value("prefix_cache_queries_total"),
     hits: value("prefix_cache_hits_total"),
     preemptions: value("num_preemptions_total"),
+    swapPreemptions: value("num_swap_preemptions_total"),
+    swapped: value("num_requests_swapped"),
+    swapUsage: value("cpu_cache_usage_perc"),
+    blocksOut: value("swapped_out_blocks_total"),
+    blocksIn: value("swapped_in_blocks_total"),
     evictions: value("kv_block_evictions_total"),
     copies: value("kv_block_copies_total"),
     forks: value("kv_forks_total"),
@@ -111,6 +116,11 @@ export function showSlots(sample) {
       return part;
     }),
   );
+  // A server without a swap space, or one that has not needed it, says nothing of it.
+  const swap =
+    sample.blocksOut > 0
+      ? [["swap space", percent(sample.swapUsage, 1), `${plural(sample.swapped, "request")} in it`]]
+      : [];
   const ofSlots = (number) => (slots > 0 ? `${percent(number, slots)} of the slots in use` : "");
   setRows(byId("slots"), [
     ["tokens", count(sample.slotsUsed), ofSlots(sample.slotsUsed), "key tokens"],
@@ -123,6 +133,7 @@ export function showSlots(sample) {
       count(sample.saved),
       sample.refs > 0 ? `${percent(sample.saved, sample.refs)} of ${plural(sample.refs, "block")}` : "blocks",
     ],
+    ...swap,
   ]);
 }
 
@@ -134,7 +145,14 @@ export function showTotals(sample) {
     ["requests ended", count(sum), words.join(", ")],
     ["tokens", count(sample.generated), `after ${count(sample.prompted)} of prompts`],
     ["forks", count(sample.forks), `${plural(sample.copies, "block")} copied on write`],
-    ["preemptions", count(sample.preemptions)],
+    [
+      "preemptions",
+      count(sample.preemptions),
+      sample.swapPreemptions > 0 ? `${count(sample.swapPreemptions)} by swap` : "",
+    ],
+    ...(sample.blocksOut > 0
+      ? [["swapped blocks", count(sample.blocksOut), `${count(sample.blocksIn)} came back`]]
+      : []),
     ["evictions", count(sample.evictions), "cached blocks given away"],
   ]);
 }
