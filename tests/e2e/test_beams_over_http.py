@@ -123,12 +123,20 @@ def ask(url: str, case: Case) -> list[Sample]:
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"max_num_batched_tokens": 17}],
-    ids=["roomy steps", "narrow steps"],
+    [
+        {},
+        {"max_num_batched_tokens": 17},
+        {"preemption_mode": "swap", "swap_space": 0.01},
+        {"preemption_mode": "swap", "swap_space": 0.0001},
+    ],
+    ids=["roomy steps", "narrow steps", "swap", "swap a few"],
 )
-def test_searches_in_company(tmp_path_factory: pytest.TempPathFactory, flags: Any) -> None:
+def test_searches_in_company(
+    tmp_path_factory: pytest.TempPathFactory, flags: dict[str, Any]
+) -> None:
+    """Preempted to be computed again or swapped, as far as there is room on the host."""
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    config = tiny_config(tokenizer=str(tokenizer), **flags)
+    config = tiny_config(tokenizer=str(tokenizer))
     cases = make_cases(random.Random(7))
     expected = run_alone(config, cases)
     small = tiny_config(tokenizer=str(tokenizer), num_gpu_blocks_override=NUM_BLOCKS, **flags)
@@ -153,6 +161,9 @@ def test_searches_in_company(tmp_path_factory: pytest.TempPathFactory, flags: An
         assert answer == alone, case
     assert {sample[2] for alone in expected for sample in alone} == {"stop", "length"}
     assert values["num_preemptions_total"] > 0
+    assert (values["num_swap_preemptions_total"] > 0) == ("swap_space" in flags)
     assert values["prefix_cache_hits_total"] > 0
     assert scheduler.kv_cache_manager.num_block_copies > 0
     assert values["kv_blocks_free"] + values["kv_blocks_cached"] == NUM_BLOCKS
+    assert values["cpu_cache_usage_perc"] == values["num_requests_swapped"] == 0
+    assert scheduler.swap_space.block_pool.num_used_blocks == 0

@@ -58,6 +58,8 @@ def mixed() -> tuple[list[RequestGroup], list[Request]]:
         {"num_blocks": 300},
         {"num_blocks": 24, "max_num_batched_tokens": 23},
         {"num_blocks": 24, "max_num_seqs": 13, "enable_prefix_caching": False},
+        {"num_blocks": 24, "num_host_blocks": 60},
+        {"num_blocks": 24, "num_host_blocks": 12, "max_num_batched_tokens": 23},
     ],
     ids=str,
 )
@@ -75,7 +77,10 @@ def test_company_changes_nothing(engine_params: dict[str, Any]) -> None:
     groups, others = mixed()
     assert run_searches(engine, groups, others) == alone
     assert {each.request_id: each.output_token_ids for each in others} == tokens
-    assert (engine.scheduler.num_preemptions > 0) == (engine_params["num_blocks"] < 300)
+    stats = engine.scheduler.kv_stats()
+    assert (stats.num_preemptions > 0) == (engine_params["num_blocks"] < 300)
+    assert (stats.num_swap_preemptions > 0) == ("num_host_blocks" in engine_params)
+    assert stats.num_used_host_blocks == 0
     engine.close()
 
 
