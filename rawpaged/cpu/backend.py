@@ -19,16 +19,14 @@ from rawpaged.backend import (
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
-    check_block_pairs,
-    check_scales,
 )
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.activation import silu_and_mul_rows
-from rawpaged.cpu.attention import attention_tasks
-from rawpaged.cpu.attention_work import AttentionWork, split_work
+from rawpaged.cpu.attention_work import split_work
+from rawpaged.cpu.cache_ops import CacheOps
+from rawpaged.cpu.checks import check_shapes
 from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.gather import gather_row_indices
-from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import (
     ROW_GRAIN,
     LinearOp,
@@ -39,7 +37,6 @@ from rawpaged.cpu.linear import (
 )
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
-from rawpaged.cpu.rope import rope_and_store_rows
 from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
 from rawpaged.cpu.static_plan import DecodePlans
 from rawpaged.cpu.threads import ThreadTeam
@@ -48,8 +45,6 @@ from rawpaged.tracing import RangeSink
 Float32 = npt.NDArray[np.float32]
 
 # To take a part of an op costs a few hundred nanoseconds; these come to a microsecond and more.
-_COPY_GRAIN_BYTES = 32 << 10
-"""Bytes copied in a part, at least."""
 _EDIT_GRAIN = 512
 """Edits of logits in a part, at least."""
 
@@ -68,6 +63,7 @@ class CpuBackend:
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype or dtype
         self._team = ThreadTeam(num_threads)
+        self._cache_ops = CacheOps(self._team, dtype=dtype, cache_dtype=self.kv_cache_dtype)
         self._linear = LinearOp(self._team, best_arithmetic(dtype))
 
     @property
@@ -109,18 +105,13 @@ class CpuBackend:
         block_size: int,
         scales: KVScales | None = None,
     ) -> KVCache:
-        cache_dtype = self.dtype
-        if scales is not None:
-            check_scales(scales, num_kv_heads, self.kv_cache_dtype)
-            cache_dtype = self.kv_cache_dtype
         shape = (num_blocks, num_kv_heads, head_dim, block_size)
-        return kv_cache.new_kv_cache(*shape, cache_dtype, scales)
+        return self._cache_ops.new_kv_cache(*shape, scales)
 
     def new_host_kv_cache(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> KVCache:
-        shape = (num_blocks, num_kv_heads, head_dim, block_size)
-        return kv_cache.new_kv_cache(*shape, self.kv_cache_dtype, None)
+        return self._cache_ops.new_host_kv_cache(num_blocks, num_kv_heads, head_dim, block_size)
 
     def kv_magnitudes(self, cache: KVCache, num_tokens: int) -> npt.NDArray[np.float32]:
         return kv_cache.magnitudes(cache, num_tokens)
@@ -179,11 +170,13 @@ class CpuBackend:
 
     def embed(self, out: Float32, token_ids: npt.NDArray[np.int32], table: LinearWeight) -> None:
         packed = _packed(table)
-        _check(out.shape == (len(token_ids), packed.in_features), out=out, token_ids=token_ids)
+        shape = (len(token_ids), packed.in_features)
+        check_shapes(out.shape == shape, out=out, token_ids=token_ids)
         self._rows(embed_rows, out, out, token_ids, packed.panels)
 
     def rms_norm(self, out: Float32, x: Float32, weight: Float32, eps: float) -> None:
-        _check(out.shape == x.shape and weight.shape == x.shape[-1:], out=out, x=x, weight=weight)
+        fits = out.shape == x.shape and weight.shape == x.shape[-1:]
+        check_shapes(fits, out=out, x=x, weight=weight)
         if x.ndim == 2:
             out, x = out[:, None, :], x[:, None, :]
         self._rows(rms_norm_rows, out, out, x, weight, eps)
@@ -191,7 +184,7 @@ class CpuBackend:
     def add_rms_norm(
         self, out: Float32, x: Float32, residual: Float32, weight: Float32, eps: float
     ) -> None:
-        _check(
+        check_shapes(
             out.shape == x.shape == residual.shape and weight.shape == x.shape[1:],
             out=out,
             x=x,
@@ -202,7 +195,7 @@ class CpuBackend:
 
     def linear(self, out: Float32, x: Float32, weight: LinearWeight) -> None:
         packed = _packed(weight)
-        _check(
+        check_shapes(
             x.shape[1] == packed.in_features and out.shape == (len(x), packed.out_features),
             out=out,
             x=x,
@@ -220,31 +213,7 @@ class CpuBackend:
         cos_sin: Float32,
         slot_mapping: npt.NDArray[np.int64],
     ) -> None:
-        _check(
-            k.shape == v.shape == (len(slot_mapping), *cache.keys.shape[1:3])
-            and len(q) == len(positions) == len(slot_mapping)
-            and q.shape[2] == k.shape[2] == cos_sin.shape[1],
-            q=q,
-            k=k,
-            v=v,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            cos_sin=cos_sin,
-            cache=cache.keys,
-        )
-        self._rows(
-            rope_and_store_rows,
-            q,
-            cache.keys,
-            cache.values,
-            q,
-            k,
-            v,
-            positions,
-            cos_sin,
-            slot_mapping,
-            *kv_cache.scales_of(cache),
-        )
+        self._cache_ops.rope_and_store_kv(cache, q, k, v, positions, cos_sin, slot_mapping)
 
     def copy_blocks(
         self,
@@ -252,19 +221,7 @@ class CpuBackend:
         sources: Sequence[KVCache],
         pairs: npt.NDArray[np.int64],
     ) -> None:
-        check_block_pairs(targets, sources, pairs)
-        for target, source in zip(targets, sources, strict=True):
-            for to, origin in ((target.keys, source.keys), (target.values, source.values)):
-                _check(
-                    to.shape[1:] == origin.shape[1:] and to.dtype == origin.dtype,
-                    target=to,
-                    source=origin,
-                )
-                to_words, origin_words = as_words(to), as_words(origin)
-                grain = max(1, _COPY_GRAIN_BYTES // max(1, origin_words.strides[0]))
-                self._team.run(
-                    copy_block_pairs, len(pairs), to_words, origin_words, pairs, grain=grain
-                )
+        self._cache_ops.copy_blocks(targets, sources, pairs)
 
     def paged_attention(
         self,
@@ -276,35 +233,16 @@ class CpuBackend:
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        _check(
-            out.shape == q.shape and q.shape[2] == cache.keys.shape[2],
-            out=out,
-            q=q,
-            cache=cache.keys,
-        )
-        work: AttentionWork = plan.work
-        self._team.run(
-            attention_tasks,
-            len(work.tasks),
-            out,
-            q,
-            cache.keys,
-            cache.values,
-            *kv_cache.scales_of(cache),
-            plan.positions,
-            plan.block_tables,
-            work.tasks,
-            work.max_seq_len,
-            np.float32(scale),
-            sliding_window or 0,
+        self._cache_ops.paged_attention(
+            out, q, cache, plan, scale=scale, sliding_window=sliding_window
         )
 
     def silu_and_mul(self, out: Float32, gate_up: Float32) -> None:
-        _check(gate_up.shape == (len(out), 2 * out.shape[1]), out=out, gate_up=gate_up)
+        check_shapes(gate_up.shape == (len(out), 2 * out.shape[1]), out=out, gate_up=gate_up)
         self._rows(silu_and_mul_rows, gate_up, out, gate_up)
 
     def gather_rows(self, out: Float32, x: Float32, rows: npt.NDArray[np.int32]) -> None:
-        _check(out.shape == (len(rows), x.shape[1]), out=out, x=x, rows=rows)
+        check_shapes(out.shape == (len(rows), x.shape[1]), out=out, x=x, rows=rows)
         self._rows(gather_row_indices, out, out, x, rows)
 
     def edit_logits(self, logits: Float32, edits: LogitEdits) -> None:
@@ -376,10 +314,3 @@ def _packed(weight: LinearWeight) -> PackedLinear:
     if not isinstance(weight, PackedLinear):
         raise TypeError(f"a {type(weight).__name__} was packed by another backend")
     return weight
-
-
-def _check(condition: bool, **arrays: npt.NDArray[Any]) -> None:
-    """Static checks of an op: shapes that do not fit are a fault of the caller's code."""
-    if not condition:
-        shapes = ", ".join(f"{name}.shape={array.shape}" for name, array in arrays.items())
-        raise ValueError(f"shapes do not fit: {shapes}")

@@ -27,8 +27,9 @@ def scales_of(engine: Engine) -> list[KVScales]:
     return list(scales)
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "enforce_eager"), [("fp8_e4m3", False), ("int8", True)]
+)
 def test_logits_are_the_cpus(kv_cache_dtype: str, enforce_eager: bool) -> None:
     """A prompt in two chunks, then tokens one by one."""
     ids = golden("qwen3")["input_ids"].tolist()[:60]
@@ -64,25 +65,11 @@ def test_the_tolerance_tells_fp8_from_the_others() -> None:
         assert np.abs(rows[one] - rows[other]).max() > 1.2 * TOLERANCE
 
 
-@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
-def test_calibration_finds_what_the_cpu_finds(kv_cache_dtype: str) -> None:
-    cpu = tiny_engine(kv_cache_dtype=kv_cache_dtype)
-    gpu = gpu_engine("llama", "float16", kv_cache_dtype=kv_cache_dtype)
+def test_calibration_finds_what_the_cpu_finds() -> None:
+    cpu = tiny_engine(kv_cache_dtype="int8")
+    gpu = gpu_engine("llama", "float16", kv_cache_dtype="int8")
     for mine, other in zip(scales_of(gpu), scales_of(cpu), strict=True):
         np.testing.assert_allclose(mine.keys, other.keys, rtol=5e-3)
         np.testing.assert_allclose(mine.values, other.values, rtol=5e-3)
     cpu.close()
     gpu.close()
-
-
-def test_a_small_pool_preempts_and_leaves_the_tokens_alone() -> None:
-    prompts = [[(7 * i + j) % 320 for j in range(30)] for i in range(2)]
-    tokens = []
-    for num_blocks in (40, 5):
-        engine = gpu_engine("llama", "bfloat16", kv_cache_dtype="int8", num_blocks=num_blocks)
-        tokens.append(
-            run(engine, [request(str(i), p, max_tokens=4) for i, p in enumerate(prompts)])
-        )
-        assert (engine.scheduler.num_preemptions > 0) == (num_blocks == 5)
-        engine.close()
-    assert tokens[0] == tokens[1]
