@@ -122,15 +122,23 @@ def many_samples() -> list[list[Request]]:
     ],
     ids=str,
 )
-def test_samples_that_share_blocks(dtype: str, engine_params: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("float32", None), ("bfloat16", None), ("bfloat16", "fp8_e4m3")]
+)
+def test_samples_that_share_blocks(
+    dtype: str, kv_cache_dtype: str | None, engine_params: dict[str, int]
+) -> None:
     """Forks, copies, preemption, swapping: each sample computes the bits of a request alone."""
-    solo = tiny_engine(dtype=dtype, enable_prefix_caching=False, max_num_batched_tokens=128)
+    types = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    solo = tiny_engine(
+        **types, enable_prefix_caching=False, max_num_batched_tokens=128  # type: ignore[arg-type]
+    )
     for each in [each for group in many_samples() for each in group]:
         each.group = RequestGroup((each,))
         run(solo, [each])
     expected = recorded_logits(solo)
     solo.close()
-    engine = tiny_engine(dtype=dtype, **engine_params)  # type: ignore[arg-type]
+    engine = tiny_engine(**types, **engine_params)  # type: ignore[arg-type]
     run(engine, [each for group in many_samples() for each in group])
     assert recorded_logits(engine) == expected
     manager = engine.scheduler.kv_cache_manager

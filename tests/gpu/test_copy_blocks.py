@@ -37,6 +37,15 @@ def test_cases(backend: CudaBackend, case: CopyCase) -> None:
     check_copy_blocks(backend, smaller(case))
 
 
+def test_blocks_of_bytes() -> None:
+    opened = CudaBackend(
+        HostDevice(HostLoader(mode="plain")), dtype="bfloat16", kv_cache_dtype="fp8_e4m3"
+    )
+    for case in COPY_CASES:
+        check_copy_blocks(opened, smaller(case))
+    opened.close()
+
+
 @given(case=copy_cases())
 @settings(max_examples=20, deadline=None)
 def test_any_pairs(backend: CudaBackend, case: CopyCase) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from rawpaged.backend import Backend, KVCache
+from rawpaged.backend import LARGEST_ELEMENT, Backend, KVCache, KVScales
 
 BLOCK_SIZE = 16
 
@@ -101,9 +101,14 @@ def check_copy_blocks(backend: Backend, case: CopyCase) -> None:
 
 def _pools(backend: Backend, case: CopyCase, num_blocks: int, on_host: bool) -> list[KVCache]:
     """A pool a layer, full of NaN."""
-    make = backend.new_host_kv_cache if on_host else backend.new_kv_cache
     shape = (num_blocks, case.num_kv_heads, case.head_dim, BLOCK_SIZE)
-    caches = [make(*shape) for _ in range(case.num_layers)]
+    scales = None
+    if backend.kv_cache_dtype in LARGEST_ELEMENT:
+        scales = KVScales(*np.ones((2, case.num_kv_heads), np.float32))
+    caches = [
+        backend.new_host_kv_cache(*shape) if on_host else backend.new_kv_cache(*shape, scales)
+        for _ in range(case.num_layers)
+    ]
     for cache in caches:
         for array in (cache.keys, cache.values):
             _bytes(array)[...] = 0xFF  # NaN in every type of cache but int8

@@ -9,12 +9,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from rawpaged.backend import Backend
+from rawpaged.devices import open_backend
 from tests.ops.copy_suite import COPY_CASES, CopyCase, check_copy_blocks, copy_cases
 
 
 @pytest.mark.parametrize("case", COPY_CASES, ids=lambda case: case.name)
 def test_cases(backend: Backend, case: CopyCase) -> None:
     check_copy_blocks(backend, case)
+
+
+@pytest.mark.parametrize("case", COPY_CASES, ids=lambda case: case.name)
+def test_cases_of_bytes(case: CopyCase) -> None:
+    backend = open_backend("cpu", dtype="bfloat16", kv_cache_dtype="int8", num_threads=2)
+    check_copy_blocks(backend, case)
+    backend.close()
 
 
 @given(case=copy_cases())
