@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,11 +12,11 @@ from bench.gpu_checks import UNIT_ROUNDOFF, DeviceOps, each_dtype
 from bench.gpu_recorder import Recorder
 from bench.gpu_sizes import Sizes
 from bench.gpu_target import Target
-from rawpaged.backend import BatchMeta
+from rawpaged.backend import BatchMeta, KVCache, KVScales
 from rawpaged.errors import BackendError
-from rawpaged.gpu.attention import PagedAttention, RaggedBatch, Workspace
+from rawpaged.gpu.backend import CudaBackend
 from rawpaged.gpu.device import numpy_dtype
-from rawpaged.gpu.kv_cache import HEAD_DIMS, StoreKV, cache_shape
+from rawpaged.gpu.kv_cache import HEAD_DIMS, StoreKV
 from tests import reference
 from tests.ops.cases import ATTENTION_CASES, AttentionCase, make_meta, store_kv
 from tests.ops.kv_elements import dequantised, poisoned_pool, quantised, raw
@@ -28,7 +27,7 @@ _FEW = ("decode", "chunks and single tokens", "head size no multiple of 16")
 
 
 def check_attention(target: Target, recorder: Recorder, sizes: Sizes) -> None:
-    """The shared cases on the backend, then caches of bytes on the launchers."""
+    """The shared cases, then caches of bytes."""
     for ops in each_dtype(target, sizes):
         cases = [*ATTENTION_CASES, _LONG]
         if not sizes.checks_all:
@@ -76,97 +75,55 @@ def _check_byte_cache(ops: DeviceOps, cache_dtype: str) -> None:
     case, device = _MIXED, ops.target.device
     rng = np.random.default_rng(7)
     meta, num_blocks = make_meta(case, rng)
-    scale = rng.uniform(0.01, 0.04, case.num_kv_heads).astype(np.float32)
+    scale = rng.uniform(0.01, 0.04, (2, case.num_kv_heads)).astype(np.float32)
     heads = np.concatenate([_history(case, row, rng) for row in range(len(case.lengths))])
     heads = ops.rounded(heads)
     first_value = case.num_heads + case.num_kv_heads
-    stored = [
-        quantised(part, scale, cache_dtype)
-        for part in (heads[:, case.num_heads : first_value], heads[:, first_value:])
-    ]
-    shape = cache_shape(num_blocks, case.num_kv_heads, case.head_dim, case.block_size)
-    empty = raw(poisoned_pool(shape, cache_dtype), cache_dtype)
-    pools = device.upload(empty), device.upload(empty)
-    cache = _ByteCache(*pools, device.upload(scale), cache_dtype)
+    parts = (heads[:, case.num_heads : first_value], heads[:, first_value:])
+    stored = [quantised(x, own, cache_dtype) for x, own in zip(parts, scale, strict=True)]
+    backend = CudaBackend(device, dtype=ops.dtype, kv_cache_dtype=cache_dtype)
+    shape = (num_blocks, case.num_kv_heads, case.head_dim, case.block_size)
+    cache = backend.new_kv_cache(*shape, KVScales(*scale))
     on_device, slots = ops.act(heads), slots_of(case, meta)
-    _store(ops, cache, on_device, slots)
-    for elements, pool in zip(stored, (cache.keys, cache.values), strict=True):
-        at = device.download(pool)[slots // case.block_size, :, slots % case.block_size]
-        np.testing.assert_array_equal(at, raw(elements, cache_dtype))
+    keys, values = on_device[:, case.num_heads : first_value], on_device[:, first_value:]
+    for store in (_store_alone, store_kv):
+        for pool in (cache.keys, cache.values):
+            device.write(pool, raw(poisoned_pool(pool.shape, cache_dtype), cache_dtype))
+        store(backend, cache, keys, values, slots)
+        for elements, pool in zip(stored, (cache.keys, cache.values), strict=True):
+            at = device.download(pool)[slots // case.block_size, :, slots % case.block_size]
+            np.testing.assert_array_equal(at, raw(elements, cache_dtype))
     q = ops.act(heads[_new_rows(case), : case.num_heads])
     out = ops.poisoned(q.shape)
-    _attend(ops, cache, out, q, meta)
-    keys, values = (dequantised(elements, scale, cache_dtype) for elements in stored)
-    _compare(ops, out, case, ops.host(q), keys, values)
+    plan = backend.plan(meta, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)
+    backend.paged_attention(
+        out, q, cache, plan, scale=case.head_dim**-0.5, sliding_window=None
+    )
+    numbers = [dequantised(x, own, cache_dtype) for x, own in zip(stored, scale, strict=True)]
+    _compare(ops, out, case, ops.host(q), *numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class _ByteCache:
-    """Pools of a cache of bytes; keys and values have the same scales."""
-
-    keys: Any
-    values: Any
-    scale: Any
-    dtype: str
-
-
-def _store(
-    ops: DeviceOps, cache: _ByteCache, heads: Any, slots: npt.NDArray[np.int64]
+def _store_alone(
+    backend: CudaBackend, cache: KVCache, keys: Any, values: Any, slots: npt.NDArray[np.int64]
 ) -> None:
-    case, device = _MIXED, ops.target.device
-    first_value = case.num_heads + case.num_kv_heads
+    """What RopeStore does without an angle, by the kernel that other projects have."""
+    device = backend.device
     store = StoreKV(
         device.loader,
-        dtype=ops.dtype,
-        cache_dtype=cache.dtype,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
+        dtype=backend.dtype,
+        cache_dtype=backend.kv_cache_dtype,
+        num_kv_heads=keys.shape[1],
+        head_dim=keys.shape[2],
+        block_size=cache.block_size,
     )
     store(
         cache.keys,
         cache.values,
-        heads[:, case.num_heads : first_value],
-        heads[:, first_value:],
+        keys,
+        values,
         device.upload(slots),
-        key_scale=cache.scale,
-        value_scale=cache.scale,
-    )
-
-
-def _attend(ops: DeviceOps, cache: _ByteCache, out: Any, q: Any, meta: BatchMeta) -> None:
-    case, device = _MIXED, ops.target.device
-    attention = PagedAttention(
-        device.loader,
-        dtype=ops.dtype,
-        cache_dtype=cache.dtype,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        workspace=Workspace.allocate(
-            lambda shape, dtype: device.empty(shape, np.dtype(dtype).name),
-            64,
-            case.num_heads,
-            case.head_dim,
-        ),
-    )
-    batch = RaggedBatch(
-        device.upload(meta.query_start_loc),
-        device.upload(meta.seq_lens),
-        device.upload(meta.block_tables),
-        attention.plan(meta.query_start_loc, meta.seq_lens).upload(device.upload),
-    )
-    attention(
-        out,
-        q,
-        cache.keys,
-        cache.values,
-        batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=None,
-        key_scale=cache.scale,
-        value_scale=cache.scale,
+        key_scale=cache.key_scale,
+        value_scale=cache.value_scale,
     )
 
 
