@@ -96,9 +96,7 @@ def _check_byte_cache(ops: DeviceOps, cache_dtype: str) -> None:
     q = ops.act(heads[_new_rows(case), : case.num_heads])
     out = ops.poisoned(q.shape)
     plan = backend.plan(meta, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)
-    backend.paged_attention(
-        out, q, cache, plan, scale=case.head_dim**-0.5, sliding_window=None
-    )
+    backend.paged_attention(out, q, cache, plan, scale=case.head_dim**-0.5, sliding_window=None)
     numbers = [dequantised(x, own, cache_dtype) for x, own in zip(stored, scale, strict=True)]
     _compare(ops, out, case, ops.host(q), *numbers)
 

@@ -21,9 +21,7 @@ def open_backend(
     if device == "cpu":
         from rawpaged.cpu.backend import CpuBackend
 
-        return CpuBackend(
-            dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads
-        )
+        return CpuBackend(dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads)
     if device == "cuda":
         from rawpaged.gpu.device import CudaDevice
 

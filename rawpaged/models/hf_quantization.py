@@ -10,7 +10,7 @@ _STRATEGIES = ("tensor", "attn_head")
 
 
 def parse_kv_scale_dtype(fields: Fields) -> str | None:
-    """"fp8_e4m3" or "int8", whichever the checkpoint's KV scales are for; None if it says nothing.
+    """The type that KV scales are for, "fp8_e4m3" or "int8"; None if nothing is said of them.
 
     Read from the `kv_cache_scheme` of compressed-tensors. Raises CheckpointError where weights or
     activations are quantised, and for a scheme whose scales would mean something else here.

@@ -98,9 +98,7 @@ def with_scales(directory: Path, value: float) -> str:
     return str(write_checkpoint(directory, "llama", extra=extra))
 
 
-def test_the_checkpoints_own_come_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_checkpoints_own_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = with_scales(tmp_path, 0.0625)
     caplog.set_level(logging.INFO)
     with LLM(tiny_config(model=directory, kv_cache_dtype="fp8")) as llm:

@@ -27,9 +27,7 @@ def scales_of(engine: Engine) -> list[KVScales]:
     return list(scales)
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "enforce_eager"), [("fp8_e4m3", False), ("int8", True)]
-)
+@pytest.mark.parametrize(("kv_cache_dtype", "enforce_eager"), [("fp8_e4m3", False), ("int8", True)])
 def test_logits_are_the_cpus(kv_cache_dtype: str, enforce_eager: bool) -> None:
     """A prompt in two chunks, then tokens one by one."""
     ids = golden("qwen3")["input_ids"].tolist()[:60]

@@ -269,9 +269,7 @@ def test_paged_attention(caching: Caching, case: AttentionCase) -> None:
     for row, (queries, kv) in enumerate(case.lengths):
         begin, end = meta.query_start_loc[row : row + 2]
         keys, values = caching.stand_for(*history[row])
-        expected = reference.attention(
-            q[begin:end], keys, values, kv - queries, scale, case.window
-        )
+        expected = reference.attention(q[begin:end], keys, values, kv - queries, scale, case.window)
         np.testing.assert_allclose(out[begin:end], expected, rtol=1e-4, atol=2e-5)
 
 
