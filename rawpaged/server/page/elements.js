@@ -44,7 +44,7 @@ export function count(value) {
 /** Three digits that matter: 0.123, 1.23, 12.3, 1,234. */
 export function amount(value) {
   if (value === null) return "–";
-  if (value >= 100 || value === 0) return GROUPED.format(value);
+  if (value >= 100 || Number.isInteger(value)) return GROUPED.format(value);
   return value.toPrecision(value >= 10 ? 3 : 2);
 }
 

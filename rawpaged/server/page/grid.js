@@ -157,7 +157,7 @@ export class Grid {
 /** Columns and size of a cell: the largest cells whose rows do not need more than `height`. */
 function fit(numBlocks, width, height) {
   const sizeOf = (columns) => Math.floor(Math.min(LARGEST, width / columns));
-  let columns = 8;
+  let columns = Math.max(8, 8 * Math.floor(width / LARGEST / 8)); // fewer leave space unused
   while (columns < MOST_COLUMNS && sizeOf(columns + 8) >= SMALLEST) {
     if (Math.ceil(numBlocks / columns) * sizeOf(columns) <= height) break;
     columns += 8;
