@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from rawpaged.request import RequestStatus
 from rawpaged.scheduler.kv_stats import KVStats
 from tests.scheduler.harness import Runner, make_config, make_group, make_request
@@ -19,6 +21,11 @@ def walked(runner: Runner) -> KVStats:
         for request in runner.requests.values()
         if request.status is RequestStatus.RUNNING
     }
+    host_tables = [
+        scheduler.swap_space.host_table(request.request_id)
+        for request in runner.requests.values()
+        if scheduler.swap_space.holds(request)
+    ]
     refs = Counter(block_id for table in tables.values() for block_id in table)
     slots = {(block_id, slot): False for block_id in refs for slot in range(pool_size(runner))}
     for request_id, table in tables.items():
@@ -39,13 +46,13 @@ def walked(runner: Runner) -> KVStats:
         num_unfilled_slots=sum(block_id in touched for block_id in open_slots),
         num_reserved_slots=sum(block_id not in touched for block_id in open_slots),
         num_evictions=pool.num_evictions,
-        num_host_blocks=0,
-        num_used_host_blocks=0,
-        num_swapped_requests=0,
+        num_host_blocks=scheduler.config.num_host_blocks,
+        num_used_host_blocks=len({block_id for table in host_tables for block_id in table}),
+        num_swapped_requests=len(host_tables),
         num_preemptions=sum(r.num_preemptions for r in runner.requests.values()),
-        num_swap_preemptions=0,
-        num_swapped_out_blocks=0,
-        num_swapped_in_blocks=0,
+        num_swap_preemptions=scheduler.num_swap_preemptions,
+        num_swapped_out_blocks=scheduler.swap_space.num_blocks_out,
+        num_swapped_in_blocks=scheduler.swap_space.num_blocks_in,
         num_block_copies=manager.num_block_copies,
         num_forks=manager.num_forks,
         prefix_cache_queries=scheduler.prefix_cache_queries,
@@ -71,7 +78,8 @@ def add_some(runner: Runner, rng: random.Random, number: int) -> None:
     )
 
 
-def test_every_step_of_a_crowded_pool() -> None:
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
+def test_every_step_of_a_crowded_pool(num_host_blocks: int) -> None:
     """Chunked prompts, prefix hits, forks, copies, beams and preemption, all in one pool."""
     rng = random.Random(7)
     runner = Runner(
@@ -81,9 +89,12 @@ def test_every_step_of_a_crowded_pool() -> None:
             max_num_seqs=6,
             max_model_len=42,
             max_num_batched_tokens=8,
+            num_host_blocks=num_host_blocks,
+            preemption_mode="swap" if num_host_blocks else "recompute",
         )
     )
     seen = Counter[str]()
+    most_on_host = 0
     for number in range(60):
         add_some(runner, rng, number)
         for _ in range(rng.randint(0, 6)):
@@ -99,11 +110,14 @@ def test_every_step_of_a_crowded_pool() -> None:
                 unfilled=stats.num_unfilled_slots,
                 reserved=stats.num_reserved_slots,
             )
+            most_on_host = max(most_on_host, stats.num_used_host_blocks)
     runner.drain(max_steps=1000)
     last = runner.scheduler.kv_stats()
     assert last == walked(runner)
     assert (last.num_used_blocks, last.num_block_refs, last.num_used_slots) == (0, 0, 0)
+    assert last.num_used_host_blocks == last.num_swapped_requests == 0
     assert len(seen) == 4
+    assert (most_on_host > 0) is (num_host_blocks > 0)
     for total in (last.num_evictions, last.num_preemptions, last.num_forks, last.num_block_copies):
         assert total > 0
 
