@@ -386,6 +386,8 @@ def test_serve(model: str, number: signal.Signals) -> None:
         answer = complete(url, model="alias", prompt="the", max_tokens=3, ignore_eos=True)
         assert answer.json["usage"]["completion_tokens"] == 3
         assert send(url, "GET", "/health").status == 200
+        assert send(url, "GET", "/").status == 200
+        assert send(url, "GET", "/kv").status == 404
         child.send_signal(number)
         _, err = child.communicate(timeout=5)
         assert child.returncode == 0
@@ -395,6 +397,7 @@ def test_serve(model: str, number: signal.Signals) -> None:
 def test_the_curl_line_works(model: str) -> None:
     name = """it's a "model\""""
     flags = ["--port", "0", "--api-key", "key", "--served-model-name", name]
+    flags.append("--enable-admin-routes")
     with process("serve", model, *flags) as child:
         assert child.stdout is not None
         line = [child.stdout.readline() for _ in range(3)][2]
@@ -406,6 +409,7 @@ def test_the_curl_line_works(model: str) -> None:
         assert answer.status == 200
         assert answer.json["model"] == name
         assert send(url, "POST", path, {}, {}).status == 401
+        assert send(url, "GET", "/kv", headers=headers).status == 200
 
 
 def test_interrupted_while_loading(tmp_path: Path) -> None:
