@@ -26,6 +26,7 @@ from rawpaged.config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
     EngineConfig,
 )
 from rawpaged.errors import ConfigError, InvalidRequestError, RawpagedError
@@ -145,6 +146,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "max_num_seqs": {"type": int, "help": "most requests in a step"},
         "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
         "enable_prefix_caching": {"action": argparse.BooleanOptionalAction},
+        "scheduling_policy": {"choices": SCHEDULING_POLICIES, "help": "who is served first"},
+        "watermark": {"type": float, "help": "share of KV blocks left free when a request starts"},
         "preemption_mode": {
             "choices": PREEMPTION_MODES,
             "help": "how requests give up KV blocks; default: auto with a swap space, or recompute",
@@ -181,6 +184,12 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         help="seconds that running requests may take after SIGTERM (default: 30)",
+    )
+    parser.add_argument(
+        "--max-num-queued-reqs",
+        type=int,
+        metavar="N",
+        help="answer 503 rather than let more than N prompts wait; default: no limit",
     )
     parser.add_argument(
         "--profiler-dir",
@@ -251,6 +260,8 @@ def _check_server_flags(args: argparse.Namespace) -> None:
     key = args.api_key
     if key is not None and not (key and key.isascii() and key.strip() == key):
         raise ConfigError("the API key must be ASCII, not empty and without blanks around it")
+    if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 1:
+        raise ConfigError(f"max_num_queued_reqs={args.max_num_queued_reqs} must be at least 1")
     if not 0.0 <= args.shutdown_timeout < math.inf:
         raise ConfigError(f"shutdown_timeout={args.shutdown_timeout} must be 0 or more seconds")
     if not 0 <= args.port < 2**16:
@@ -305,6 +316,7 @@ def _serve(args: argparse.Namespace) -> int:
             api_key=args.api_key,
             profiler_dir=profiler_dir,
             enable_admin_routes=args.enable_admin_routes,
+            max_num_queued_reqs=args.max_num_queued_reqs,
         )
         run_server(
             app,

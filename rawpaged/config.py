@@ -10,11 +10,12 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("cpu", "cuda")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEVICE_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16")}
 """Types of weights that a device's kernels take."""
 
-_STRINGS = ("model", "device", "dtype", "kv_cache_dtype", "load_format")
+_STRINGS = ("model", "device", "dtype", "kv_cache_dtype", "load_format", "scheduling_policy")
 _OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision", "preemption_mode")
 _INTEGERS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed")
 _BOOLEANS = ("enable_prefix_caching", "enforce_eager", "batch_invariant")
@@ -69,6 +70,11 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Token budget of one step; longer prompts are prefilled in chunks."""
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    """Who is served first: "fcfs", whoever came first, or "priority", lower values first."""
+    watermark: float = 0.01
+    """Share of the KV blocks that no request is started with while others run, which will need
+    more."""
     preemption_mode: str | None = None
     """What becomes of requests that must give up their KV blocks: "recompute" them, "swap" the
     blocks to host memory, or "auto", what was faster at the start. None: auto with a swap space."""
@@ -87,6 +93,7 @@ class EngineConfig:
             ("dtype", self.dtype, DTYPES),
             ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("load_format", self.load_format, LOAD_FORMATS),
+            ("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES),
         ):
             if value == "fp8_e5m2":
                 raise ConfigError(
@@ -145,6 +152,8 @@ class EngineConfig:
             raise ConfigError("num_threads is for device='cpu'")
 
     def _check_swapping(self) -> None:
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark={self.watermark} must be in [0, 1)")
         if not 0.0 <= self.swap_space < 2.0**30:
             raise ConfigError(f"swap_space={self.swap_space} must be 0 or more GiB")
         if self.preemption_mode not in (None, *PREEMPTION_MODES):
@@ -168,7 +177,7 @@ class EngineConfig:
             (_INTEGERS, (int,), "an integer"),
             (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
             (_BOOLEANS, (bool,), "true or false"),
-            (("gpu_memory_utilization", "swap_space"), (int, float), "a number"),
+            (("gpu_memory_utilization", "swap_space", "watermark"), (int, float), "a number"),
         ):
             for name in names:
                 value = getattr(self, name)
@@ -195,9 +204,12 @@ class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
     batch_invariant: bool = False
     """Whether blocks that hold generated tokens are kept out of the prefix cache."""
+    num_watermark_blocks: int = 0
+    """KV blocks that are left free when a request starts beside others."""
     num_host_blocks: int = 0
     """KV blocks in host memory, for requests that are swapped out."""
     preemption_mode: str = "recompute"

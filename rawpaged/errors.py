@@ -5,6 +5,7 @@ RawpagedError
 ├── CheckpointError         a model file is missing, damaged or of an unknown kind
 ├── BackendError            the device asked for is not there or too small
 ├── InvalidRequestError     one request is wrong: HTTP 400, names the field
+├── QueueFullError          too many requests wait already: HTTP 503
 ├── EngineClosedError       the engine is closed or shutting down: HTTP 503
 ├── EngineSleepingError     the engine sleeps, and nobody has woken it yet: HTTP 503
 ├── SleepError              the engine cannot go to sleep now: HTTP 409
@@ -39,6 +40,10 @@ class InvalidRequestError(RawpagedError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class QueueFullError(RawpagedError):
+    """As many requests wait as may; the text tells how many."""
 
 
 class EngineClosedError(RawpagedError):

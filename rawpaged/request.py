@@ -38,7 +38,7 @@ class RequestGroup:
     place, given by `priority`, lower values first, and then by arrival.
     """
 
-    __slots__ = ("lockstep", "number", "priority", "requests")
+    __slots__ = ("has_started", "lockstep", "number", "priority", "requests")
 
     def __init__(
         self, requests: Sequence[Request], *, priority: int = 0, lockstep: bool = False
@@ -48,6 +48,8 @@ class RequestGroup:
         self.priority = priority
         self.lockstep = lockstep
         """Whether all sample in the same step or none does, as beams must."""
+        self.has_started = False
+        """Whether any of them has run."""
         self.number = 0
         """Place among the arrivals; the scheduler counts them."""
         for request in requests:
@@ -161,8 +163,8 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt position, so nothing may be skipped."""
-        return not self.wants_prompt_logprobs
+        """Prompt logprobs need the logits of every position; others may not want to read it."""
+        return not (self.wants_prompt_logprobs or self.sampling_params.skip_reading_prefix_cache)
 
     @property
     def is_finished(self) -> bool:

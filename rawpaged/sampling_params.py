@@ -15,6 +15,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 """Each costs every step of the request a little, and the steps are shared with others."""
 MAX_N = 128
+MAX_CACHE_SALT = 1024
+"""Characters, which are hashed for every block."""
 
 MAX_BEAM_CANDIDATES = 256
 """Beams and stop tokens of a beam search together: so many likeliest tokens each beam chooses from.
@@ -25,7 +27,7 @@ MAX_LENGTH_PENALTY = 10.0
 EarlyStopping = bool | Literal["never"]
 """When a beam search that has its hypotheses ends; see `rawpaged.engine.beam_search`."""
 
-_INTEGERS = ("n", "top_k", "min_tokens")
+_INTEGERS = ("n", "top_k", "min_tokens", "priority")
 _OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _NUMBERS = (
     "temperature",
@@ -40,6 +42,7 @@ _BOOLEANS = (
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
+    "skip_reading_prefix_cache",
     "use_beam_search",
 )
 
@@ -72,7 +75,9 @@ _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stopping rules of one request; names and meanings are vLLM's.
+    """Sampling and stopping rules of one request, and how it is served beside others.
+
+    Names and meanings are vLLM's, which takes `priority` and `cache_salt` elsewhere.
 
     Raises InvalidRequestError, whose `param` is the field's name. What depends on the model
     (token ids below its vocabulary, lengths) is checked when the request is admitted.
@@ -107,6 +112,12 @@ class SamplingParams:
     """Number of most likely tokens reported at each position, besides the chosen one."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt, though others may find its blocks later."""
+    cache_salt: str | None = None
+    """KV blocks are shared only with requests of the same salt; samples of one prompt always do."""
+    priority: int = 0
+    """Lower values are served first, with the scheduling policy "priority"."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     use_beam_search: bool = False
     """Search `n` likely outputs together instead of drawing `n`; only the final output is sent.
@@ -151,6 +162,7 @@ class SamplingParams:
             (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
             (_NUMBERS, (int, float), "a number"),
             (_BOOLEANS, (bool,), "true or false"),
+            (("cache_salt",), (str, type(None)), "a string or None"),
             (("stop", "stop_token_ids"), (Sequence, type(None)), "a sequence"),
             (("logit_bias",), (Mapping, type(None)), "a mapping"),
             (("output_kind",), (RequestOutputKind,), "a RequestOutputKind"),
@@ -169,6 +181,7 @@ class SamplingParams:
             ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
             ("seed", -(2**63), 2**64 - 1, "a 64-bit integer"),
+            ("priority", -(2**63), 2**63 - 1, "a 64-bit integer"),
             ("max_tokens", 1, math.inf, "at least 1"),
             ("min_tokens", 0, math.inf, "at least 0"),
             ("logprobs", 0, math.inf, "at least 0"),
@@ -184,6 +197,12 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise InvalidRequestError(f"{name} must be {words}, not {value}", name)
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_CACHE_SALT:
+            raise InvalidRequestError(
+                f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, not "
+                f"{len(self.cache_salt)}",
+                "cache_salt",
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(f"top_p must be in (0, 1], not {self.top_p}", "top_p")
         if not 0.0 < self.repetition_penalty < math.inf:

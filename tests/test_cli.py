@@ -193,7 +193,8 @@ def test_every_flag_reaches_the_configuration() -> None:
         "dtype": "bfloat16", "kv_cache_dtype": "fp8", "load_format": "dummy", "max_model_len": 11,
         "block_size": 32, "num_gpu_blocks_override": 12, "kv_cache_memory_bytes": 13,
         "max_num_seqs": 14, "max_num_batched_tokens": 15, "max_logprobs": 16, "num_threads": 17,
-        "seed": 18, "preemption_mode": "auto", "swap_space": 0.5,
+        "seed": 18, "scheduling_policy": "priority", "watermark": 0.25,
+        "preemption_mode": "auto", "swap_space": 0.5,
     }  # fmt: skip
     switches = {"enable_prefix_caching", "enforce_eager", "batch_invariant"}
     others = {"gpu_memory_utilization"}  # refused on a CPU, see test_memory_plan.py

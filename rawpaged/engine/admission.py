@@ -9,7 +9,7 @@ from rawpaged.config import SchedulerConfig
 from rawpaged.errors import InvalidRequestError
 from rawpaged.models.config import ModelConfig
 from rawpaged.sampling_params import MAX_BEAM_CANDIDATES, SamplingParams
-from rawpaged.scheduler.limits import check_lockstep
+from rawpaged.scheduler.limits import check_lockstep, check_priority
 from rawpaged.tokenization.tokenizer import Tokenizer
 
 
@@ -71,6 +71,7 @@ class Admission:
 
     def check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What SamplingParams cannot check without the model."""
+        check_priority(params.priority, self.scheduler_config)
         self._check_token_ids(params.logit_bias or (), "logit_bias")
         self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):

@@ -45,6 +45,11 @@ class AsyncEngine:
         """False once closed or after the engine thread died."""
         return self._thread.is_running
 
+    @property
+    def num_queued(self) -> int:
+        """Requests of which nothing has been computed yet."""
+        return self._thread.num_queued
+
     def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Token ids of the prompt; raises InvalidRequestError for what `generate` would refuse."""
         token_ids = self._admission.prompt_token_ids(prompt)

@@ -104,9 +104,9 @@ class Engine:
         """Compute one step; outputs of the requests that got a token or ended in it."""
         with self.tracer.phase("schedule"):
             scheduled = self.scheduler.schedule()
-        if not scheduled.scheduled:
+        if not scheduled.request_ids:
             return []
-        if self.tracer.is_on:
+        if self.tracer.is_on and scheduled.scheduled:
             self.tracer.describe_step(
                 step_label(scheduled, self._requests), step_args(scheduled, self._requests)
             )

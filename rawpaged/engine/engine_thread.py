@@ -67,9 +67,10 @@ class EngineThread:
         self._admission = admission
         self._profiler = Profiler(engine)
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        # Guards `_closed`, so that nothing is queued behind the closing command.
+        # Guards `_closed`, so that nothing is queued behind the closing command, and the count.
         self._lock = threading.Lock()
         self._closed = False
+        self._num_submitted = 0
         self._thread = threading.Thread(target=self._run, name="rawpaged-engine", daemon=True)
         self._thread.start()
 
@@ -80,6 +81,12 @@ class EngineThread:
     def submit(self, submission: Submission) -> None:
         """Queue a request that admission has checked; its sink hears of everything later."""
         self._put(submission)
+
+    @property
+    def num_queued(self) -> int:
+        """Submissions of which nothing has been computed yet."""
+        with self._lock:
+            return self._num_submitted + self._engine.scheduler.num_queued_groups
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown or ended ones are none of this call's business."""
@@ -149,6 +156,7 @@ class EngineThread:
         with self._lock:
             if self._closed or not self._thread.is_alive():
                 raise EngineClosedError("the engine is closed")
+            self._num_submitted += isinstance(command, Submission)
             self._commands.put(command)
 
     def _run(self) -> None:
@@ -199,6 +207,8 @@ class EngineThread:
                 _answer(command)
             else:
                 self._start(command)
+                with self._lock:
+                    self._num_submitted -= 1
 
     def _start(self, submission: Submission) -> None:
         if self.is_sleeping:
@@ -222,11 +232,14 @@ class EngineThread:
                 eos_token_ids=self._admission.model_config.eos_token_ids,
                 seed=seed,
                 sample_index=index,
+                cache_keys=() if params.cache_salt is None else (f"salt={params.cache_salt}",),
                 arrival_time=submission.arrival_time,
             )
             for index in range(params.n)
         ]
-        self._engine.add_group(RequestGroup(samples, lockstep=params.use_beam_search))
+        self._engine.add_group(
+            RequestGroup(samples, priority=params.priority, lockstep=params.use_beam_search)
+        )
 
     def _abort(self, request_id: str) -> None:
         outputs = [

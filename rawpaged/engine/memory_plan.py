@@ -188,6 +188,8 @@ def scheduler_config(
         enable_prefix_caching=config.enable_prefix_caching,
         # A CPU's results do not depend on who computed a block, so all may be shared.
         batch_invariant=config.batch_invariant and config.device != "cpu",
+        scheduling_policy=config.scheduling_policy,
+        num_watermark_blocks=int(config.watermark * plan.num_blocks),
         num_host_blocks=plan.num_host_blocks,
         preemption_mode=preemption_mode(config),
         preemption_costs=costs,

@@ -207,8 +207,13 @@ class ModelRunner:
             self.model.set_tracer(tracer, self._ops)
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
-        """Compute KV of all scheduled tokens and a token for each request that samples."""
+        """Make the copies, compute KV of all scheduled tokens, and sample.
+
+        The result has a token for each request that samples.
+        """
         self._copy_blocks(output)
+        if not output.scheduled:
+            return StepResult({}, {})
         meta = self._make_batch(output, requests)
         sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
         if self._uses_graphs and is_decode(meta):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rawpaged.config import SchedulerConfig
 from rawpaged.request import Request, RequestGroup, RequestStatus
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
 from rawpaged.scheduler.queues import GroupQueue
@@ -35,14 +36,15 @@ class Admission:
         swap_space: SwapSpace,
         waiting: GroupQueue,
         running: GroupQueue,
-        max_num_seqs: int,
+        config: SchedulerConfig,
     ) -> None:
         self._kv_cache_manager = kv_cache_manager
         self._swap_space = swap_space
         self._waiting = waiting
         self._running = running
-        self._max_num_seqs = max_num_seqs
+        self._config = config
         # Totals since construction.
+        self.num_started_groups = 0
         self.prefix_cache_queries = 0
         """Tokens of newly admitted requests that were looked up in the prefix cache."""
         self.prefix_cache_hits = 0
@@ -75,8 +77,9 @@ class Admission:
         """Brings back requests of one group together, in their own blocks; False if not now."""
         if step.budget == 0 or not self._has_seats_for(swapped[0].group, len(swapped)):
             return False
+        num_spare_blocks = self._num_spare_blocks(swapped[0].group)
         plan = self._swap_space.plan_swap_in(swapped)
-        while not self._swap_space.has_room_for(plan):
+        while not self._swap_space.has_room_for(plan, num_spare_blocks):
             if len(self._running) > 0:
                 return False
             # Not even alone do they fit together, with what they write next: the first one does.
@@ -109,7 +112,7 @@ class Admission:
         )
         if group.lockstep:
             num_requests = 0 if self._running.members(group) else len(group.requests)
-        return num_taken + num_requests <= self._max_num_seqs
+        return num_taken + num_requests <= self._config.max_num_seqs
 
     def _find_start(self, request: Request) -> _Start | None:
         """The best there is; None while a sibling is on its way through the prompt."""
@@ -135,7 +138,15 @@ class Admission:
             start.computed_blocks,
             start.num_tokens,
             num_siblings=num_siblings if is_first else 0,
+            num_spare_blocks=self._num_spare_blocks(request.group),
         )
+
+    def _num_spare_blocks(self, group: RequestGroup) -> int:
+        """Blocks to leave to those that run, so that they need not preempt whoever starts now."""
+        is_alone = len(self._running) == 0
+        # Of those in lockstep the first has looked for all.
+        is_expected = group.lockstep and bool(self._running.members(group))
+        return 0 if is_alone or is_expected else self._config.num_watermark_blocks
 
     def _start(self, request: Request, start: _Start) -> None:
         request.num_computed_tokens = start.num_tokens
@@ -148,6 +159,8 @@ class Admission:
         self._run(request)
 
     def _run(self, request: Request) -> None:
+        self.num_started_groups += not request.group.has_started
+        request.group.has_started = True
         self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self._running.add(request)

@@ -84,18 +84,19 @@ class KVCacheManager:
         computed_blocks: Sequence[int],
         num_tokens: int,
         num_siblings: int = 0,
+        num_spare_blocks: int = 0,
     ) -> bool:
         """Whether all tokens that a waiting request has now would fit beside what runs.
 
         `computed_blocks` would hold the first `num_tokens` of them. `num_siblings` more requests of
-        this length would share the full blocks of its prompt.
+        this length would share the full blocks of its prompt. `num_spare_blocks` would be left.
         """
         num_blocks = self.num_blocks_for(request.num_tokens)
         num_copies = num_tokens % self.block_size > 0
+        num_new_blocks = num_blocks - len(computed_blocks) + num_copies
         num_own_blocks = num_blocks - request.num_prompt_tokens // self.block_size
         return self.can_take(
-            num_blocks - len(computed_blocks) + num_copies + num_siblings * num_own_blocks,
-            computed_blocks,
+            num_new_blocks + num_siblings * num_own_blocks + num_spare_blocks, computed_blocks
         )
 
     def start(self, request: Request, computed_blocks: Sequence[int]) -> None:

@@ -13,11 +13,22 @@ def check_limits(group: RequestGroup, config: SchedulerConfig) -> None:
     How many there are does not matter: each fits by itself, so they run in turns. Only those in
     lockstep have to fit together.
     """
+    check_priority(group.priority, config)
     for request in group.requests:
         _check_request(request, config)
     if group.lockstep:
         first = group.requests[0]
         check_lockstep(len(group.requests), first.num_prompt_tokens, first.max_tokens, config)
+
+
+def check_priority(priority: int, config: SchedulerConfig) -> None:
+    """Raises InvalidRequestError for a priority that nobody would look at."""
+    if priority != 0 and config.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            f"priority={priority} needs the scheduling policy 'priority', and this is "
+            f"{config.scheduling_policy!r}; start with --scheduling-policy priority",
+            "priority",
+        )
 
 
 def _check_request(request: Request, config: SchedulerConfig) -> None:

@@ -54,12 +54,13 @@ class Scheduler:
             self.swap_space,
             self._waiting,
             self._running,
-            config.max_num_seqs,
+            config,
         )
         self._preemption = Preemption(
             config, self.kv_cache_manager, self.swap_space, self._waiting, self._running
         )
         self._num_groups = 0
+        self._num_never_started = 0
         # Totals since construction, for whoever keeps statistics.
         self.num_prompt_tokens = 0
         """Prompt tokens computed, recomputation after preemption included."""
@@ -72,6 +73,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_queued_groups(self) -> int:
+        """Groups of which no request has run yet."""
+        return self._num_groups - self._num_never_started - self._admission.num_started_groups
 
     @property
     def num_used_blocks(self) -> int:
@@ -258,6 +264,8 @@ class Scheduler:
         self.swap_space.free(request)
         del self._requests[request.request_id]
         request.group.requests.remove(request)
+        if not request.group.requests and not request.group.has_started:
+            self._num_never_started += 1
         request.status = RequestStatus.FINISHED
 
     def reset_prefix_cache(self) -> None:

@@ -92,8 +92,10 @@ class SwapSpace:
         num_new_blocks += len(distinct - resident.keys()) + num_copies
         return SwapIn(tuple(requests), resident, num_new_blocks)
 
-    def has_room_for(self, plan: SwapIn) -> bool:
-        return self._kv_cache_manager.can_take(plan.num_new_blocks, set(plan.resident.values()))
+    def has_room_for(self, plan: SwapIn, num_spare_blocks: int = 0) -> bool:
+        """Whether the requests could come back, with so many blocks left over."""
+        num_blocks = plan.num_new_blocks + num_spare_blocks
+        return self._kv_cache_manager.can_take(num_blocks, set(plan.resident.values()))
 
     def swap_in(self, plan: SwapIn) -> Pairs:
         """Gives the requests blocks of the device again; there must be room for them.

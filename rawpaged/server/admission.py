@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
-from rawpaged.errors import EngineClosedError, EngineSleepingError
+from rawpaged.errors import EngineClosedError, EngineSleepingError, QueueFullError
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
 
@@ -21,8 +21,9 @@ class Admission:
     Lives on one event loop. `idle` is set while no such HTTP request is under way.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, max_num_queued_reqs: int | None = None) -> None:
         self._engine = engine
+        self._max_num_queued_reqs = max_num_queued_reqs
         self._num_jobs = 0
         self._live_ids: set[str] = set()
         self._draining = False
@@ -56,18 +57,34 @@ class Admission:
             if self._num_jobs == 0:
                 self.idle.set()
 
-    async def generate(
+    def check_queue(self, num_requests: int) -> None:
+        """Raises QueueFullError unless so many more engine requests may wait.
+
+        To be called right before they are generated, with nothing awaited between.
+        """
+        limit, num_queued = self._max_num_queued_reqs, self._engine.num_queued
+        if limit is not None and num_queued + num_requests > limit:
+            raise QueueFullError(
+                f"{num_queued} prompts wait already, and with {num_requests} more it would be more "
+                f"than max_num_queued_reqs={limit}; try again later"
+            )
+
+    def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one engine request, which is aborted unless read to its end."""
-        if self._aborting:
-            raise EngineClosedError("the server is shutting down")
+        """Outputs of one engine request, queued now, which is aborted unless read to its end."""
+        stream = self._engine.generate(prompt_token_ids, params, request_id=request_id)
+        return self._read(stream, request_id)
+
+    async def _read(
+        self, stream: AsyncIterator[RequestOutput], request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
         finished = False
         self._live_ids.add(request_id)
         try:
-            async for output in self._engine.generate(
-                prompt_token_ids, params, request_id=request_id
-            ):
+            if self._aborting:
+                raise EngineClosedError("the server is shutting down")
+            async for output in stream:
                 finished = output.finished
                 yield output
         finally:

@@ -44,12 +44,14 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     profiler_dir: Path | None = None,
     enable_admin_routes: bool = False,
+    max_num_queued_reqs: int | None = None,
 ) -> web.Application:
     """An application that serves `engine` under every one of the names.
 
     `stats` is the engine's logger, shown at /metrics. With a `profiler_dir`, which has to be
     there, clients may start and stop profiles; with `enable_admin_routes` they may use those that
-    `ServerContext.require_admin` guards. The engine stays the caller's to close. Run the
+    `ServerContext.require_admin` guards. With `max_num_queued_reqs` prompts waiting, more of them
+    are refused. The engine stays the caller's to close. Run the
     application with `run_server`, or with a runner made with `handler_cancellation=True`, without
     which requests of clients that went away run to their end. Raises ConfigError.
     """
@@ -63,7 +65,7 @@ def create_app(
     page = page_routes()
     app[CONTEXT] = ServerContext(
         engine=engine,
-        admission=Admission(engine),
+        admission=Admission(engine, max_num_queued_reqs),
         served_model_names=tuple(served_model_names),
         stats=stats,
         api_key=api_key,

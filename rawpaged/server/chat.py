@@ -55,7 +55,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         )
         with renamed_errors(_engine_names(body)):
             validate_all(context, [prompt_token_ids], params)
-        answer = ChatAnswer(context, body, request_id, model, prompt_token_ids, params)
+        outputs = generate_all(context, [prompt_token_ids], params, request_id)
+        answer = ChatAnswer(context, body, request_id, model, prompt_token_ids, params, outputs)
         if body.stream:
             return await respond_with_events(request, answer.chunks())
         return json_response(await answer.whole())
@@ -99,6 +100,7 @@ class ChatAnswer:
     model: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None]
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> ChatResponse:
@@ -110,7 +112,7 @@ class ChatAnswer:
             choices=[],
             usage=usage.usage,
         )
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(self.outputs) as outputs:
             async for _, output in outputs:
                 usage.add(0, output)
                 response.choices += [self._choice(sample) for sample in output.outputs]
@@ -132,7 +134,7 @@ class ChatAnswer:
         usage = UsageCounter(len(self.prompt_token_ids))
         silent = None if options and options.include_usage else UNSET
         begun = False
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(self.outputs) as outputs:
             async for _, output in outputs:
                 usage.add(0, output)
                 so_far = usage.usage if options and options.continuous_usage_stats else silent
@@ -144,9 +146,6 @@ class ChatAnswer:
                     yield self._chunk([self._chunk_choice(sample)], so_far)
         if options and options.include_usage:
             yield self._chunk([], usage.usage)
-
-    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        return generate_all(self.context, [self.prompt_token_ids], self.params, self.request_id)
 
     def _role_chunks(self, usage: Usage | UnsetType | None) -> list[ChatChunk]:
         chunks = [

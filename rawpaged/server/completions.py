@@ -56,9 +56,11 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts of n={params.n} are more than {MAX_CHOICES} choices", "n"
             )
+        token_ids = [prompt.token_ids for prompt in prompts]
         with renamed_errors(_engine_names(body)):
-            validate_all(context, [prompt.token_ids for prompt in prompts], params)
-        answer = CompletionAnswer(context, body, request_id, model, prompts, params)
+            validate_all(context, token_ids, params)
+        outputs = generate_all(context, token_ids, params, request_id)
+        answer = CompletionAnswer(context, body, request_id, model, prompts, params, outputs)
         if body.stream:
             return await respond_with_events(request, answer.chunks())
         return json_response(await answer.whole())
@@ -94,6 +96,7 @@ class CompletionAnswer:
     model: str
     prompts: list[Prompt]
     params: SamplingParams
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None]
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: dict[int, int] = field(default_factory=dict)
     """Choice index -> text offset of its next token."""
@@ -102,7 +105,7 @@ class CompletionAnswer:
     async def whole(self) -> CompletionResponse:
         usage = self._usage_counter()
         choices = []
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(self.outputs) as outputs:
             async for prompt_index, output in outputs:
                 self._count(usage, prompt_index, output)
                 choices += [self._choice(prompt_index, output, s) for s in output.outputs]
@@ -114,7 +117,7 @@ class CompletionAnswer:
         options = self.body.stream_options
         usage = self._usage_counter()
         silent = None if options and options.include_usage else UNSET
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(self.outputs) as outputs:
             async for prompt_index, output in outputs:
                 self._count(usage, prompt_index, output)
                 so_far = usage.usage if options and options.continuous_usage_stats else silent
@@ -122,10 +125,6 @@ class CompletionAnswer:
                     yield self._response([self._choice(prompt_index, output, sample)], so_far)
         if options and options.include_usage:
             yield self._response([], usage.usage)
-
-    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        token_ids = [prompt.token_ids for prompt in self.prompts]
-        return generate_all(self.context, token_ids, self.params, self.request_id)
 
     def _usage_counter(self) -> UsageCounter:
         return UsageCounter(sum(len(prompt.token_ids) for prompt in self.prompts))

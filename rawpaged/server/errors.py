@@ -13,6 +13,7 @@ from rawpaged.errors import (
     EngineSleepingError,
     InvalidRequestError,
     ProfileError,
+    QueueFullError,
     RawpagedError,
     RequestFailedError,
     SleepError,
@@ -77,11 +78,11 @@ def to_http_error(error: Exception) -> HttpError:
         return HttpError(400, str(error), param=error.param)
     if isinstance(error, ProfileError):
         return HttpError(409, str(error), code="profile_conflict")
-    if isinstance(error, EngineClosedError):
+    if isinstance(error, (EngineClosedError, QueueFullError)):
         return HttpError(
             503,
             str(error),
-            code="service_unavailable",
+            code="queue_full" if isinstance(error, QueueFullError) else "service_unavailable",
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
         )
     if isinstance(error, EngineSleepingError):

@@ -49,11 +49,14 @@ def validate_all(
 def generate_all(
     context: ServerContext, prompts: Sequence[list[int]], params: SamplingParams, request_id: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of every prompt as they come, each with its prompt's index.
+    """Outputs of every prompt as they come, each with its prompt's index; all are queued now.
+
+    Raises QueueFullError if not all of them may wait.
 
     The engine's ids get a random part: a client may send the same id twice at a time, and neither
     may end the other.
     """
+    context.admission.check_queue(len(prompts))
     unique_id = f"{request_id}-{secrets.token_hex(6)}"
     return merge(
         [

@@ -45,6 +45,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -168,7 +171,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
-    "cache_salt": (None,),
     "detokenize": (None, True),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -179,7 +181,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "metadata": (None, {}),
     "parallel_tool_calls": (None, True),
-    "priority": (None, 0),
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "spaces_between_special_tokens": (None, True),

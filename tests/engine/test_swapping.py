@@ -67,6 +67,19 @@ def test_a_step_that_fails_with_its_copies(
     assert engine.scheduler.swap_space.block_pool.num_used_blocks == 0
 
 
+def test_copies_are_made_though_nothing_is_computed() -> None:
+    """In a step in which all who could run wait for each other."""
+    runner = tiny_engine(num_host_blocks=4).runner
+    (cache, *_), (host, *_) = runner.kv_caches, runner.host_kv_caches
+    cache.keys[2], cache.values[2] = 7, 8
+    runner.execute(SchedulerOutput((), (), swap_out=((2, 1),), swapped=("a",)), {})
+    assert (host.keys[1] == 7).all()
+    assert (host.values[1] == 8).all()
+    runner.execute(SchedulerOutput((), (), swap_in=((1, 3),), swapped=("a",)), {})
+    assert (cache.keys[3] == 7).all()
+    assert (cache.values[3] == 8).all()
+
+
 def test_costs_are_times() -> None:
     engine = tiny_engine(num_host_blocks=7)
     costs = measure_costs(engine.runner)

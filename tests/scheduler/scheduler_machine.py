@@ -50,6 +50,7 @@ GROUPS = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from(((), (), (), (0,))),
         "prompt_logprobs": st.sampled_from((None, None, None, 1)),
         "cache_keys": st.sampled_from(((), (), (), ("salt",))),
+        "priority": st.sampled_from((0, 0, -1, 1)),
     }
 )
 
@@ -65,6 +66,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from((True, True, False)),
         preemption=st.sampled_from(("recompute", "swap", "auto")),
         num_host_blocks=st.integers(1, 12),
+        has_priorities=st.booleans(),
+        num_watermark_blocks=st.sampled_from((0, 0, 1, 3)),
         drafts=st.lists(GROUPS, min_size=2, max_size=4),
     )
     def create(
@@ -76,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching: bool,
         preemption: str,
         num_host_blocks: int,
+        has_priorities: bool,
+        num_watermark_blocks: int,
         drafts: list[dict[str, Any]],
     ) -> None:
         self.config = SchedulerConfig(
@@ -85,6 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy="priority" if has_priorities else "fcfs",
+            num_watermark_blocks=num_watermark_blocks,
             num_host_blocks=0 if preemption == "recompute" else num_host_blocks,
             preemption_mode=preemption,
             # A block out and in again for two tokens to compute.
@@ -109,6 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         length = min(length, self.config.max_model_len - 1)
         max_tokens = min(max_tokens, self.config.max_model_len - length)
         options["min_tokens"] = min(options["min_tokens"], max_tokens)
+        if self.config.scheduling_policy == "fcfs":
+            options["priority"] = 0
         if lockstep:
             options["n"] = min(options["n"], self._most_beams(length, max_tokens))
         group = make_group(
@@ -121,6 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.num_groups += 1
         self.unfinished += self.runner.add_group(group)
+        self.unfinished.sort(key=lambda r: (*r.group.order, r.sample_index))
 
     def _most_beams(self, length: int, max_tokens: int) -> int:
         """Beams that fit when they share no more than the full blocks of the prompt."""
@@ -294,6 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if scheduler.num_running < config.max_num_seqs:
                 num_blocks = -(-request.num_tokens // config.block_size)
                 num_unused = config.num_blocks - scheduler.num_used_blocks
+                num_unused -= config.num_watermark_blocks if scheduler.num_running else 0
                 assert num_blocks > num_unused, "held back though it fits"
             return
 

@@ -511,3 +511,87 @@ def test_beams_that_can_never_run_together_are_refused(
     with pytest.raises(InvalidRequestError, match=complaint) as caught:
         scheduler.add(make_group("A", 3, [1] * 6, max_tokens=14, lockstep=True))
     assert caught.value.param == "n"
+
+
+def test_lower_priorities_start_first_and_among_equals_the_older() -> None:
+    config = make_config(max_num_seqs=1, scheduling_policy="priority")
+    runner = Runner(config)
+    for name, priority in (("A", 2), ("B", 0), ("C", -1), ("D", 0)):
+        runner.add_group(make_group(name, 1, [1], max_tokens=1, priority=priority))
+    order = [shares(runner.step()[0])[0][0] for _ in range(4)]
+    assert order == ["C0", "B0", "D0", "A0"]
+
+
+def test_the_worst_priority_gives_way() -> None:
+    runner = Runner(
+        make_config(
+            num_blocks=4,
+            max_model_len=16,
+            enable_prefix_caching=False,
+            scheduling_policy="priority",
+        )
+    )
+    (a,) = runner.add_group(make_group("A", 1, [0] * 7, max_tokens=6, priority=1))
+    (b,) = runner.add_group(make_group("B", 1, [1] * 7, max_tokens=6, priority=0))
+    runner.step()
+    preempted: tuple[str, ...] = ()
+    while not preempted:
+        preempted = runner.step()[0].preempted
+    assert preempted == ("A0",)
+    runner.drain()
+    for request in (a, b):
+        assert request.output_token_ids == solo_run(request)[0]
+
+
+def test_whoever_runs_is_not_preempted_for_a_better_priority() -> None:
+    config = make_config(max_num_seqs=1, scheduling_policy="priority")
+    runner = Runner(config)
+    runner.add_group(make_group("A", 1, [1], max_tokens=3, priority=5))
+    runner.step()
+    runner.add_group(make_group("B", 1, [1], max_tokens=1, priority=0))
+    assert [shares(runner.step()[0])[0][0] for _ in range(3)] == ["A0", "A0", "B0"]
+
+
+def test_priorities_need_their_policy() -> None:
+    scheduler = Scheduler(make_config())
+    with pytest.raises(InvalidRequestError, match="--scheduling-policy priority") as caught:
+        scheduler.add(make_group("A", 1, [1], priority=1))
+    assert caught.value.param == "priority"
+
+
+def test_the_watermark_keeps_blocks_for_those_that_run() -> None:
+    runner = Runner(make_config(num_blocks=6, max_model_len=24, num_watermark_blocks=2))
+    # Alone anybody may have all the blocks.
+    runner.add(make_request("A", [0] * 11, max_tokens=13))
+    runner.step()
+    runner.add(make_request("B", [1] * 7, max_tokens=1))
+    # Three blocks are unused. B would take two and leave one.
+    while runner.requests["A"].num_tokens < 24:
+        assert [name for name, _, _ in shares(runner.step()[0])] == ["A"]
+    assert [name for name, _, _ in shares(runner.step()[0])] == ["B"]
+
+
+def test_without_a_watermark_the_same_start_preempts() -> None:
+    runner = Runner(make_config(num_blocks=6, max_model_len=24))
+    runner.add(make_request("A", [0] * 11, max_tokens=13))
+    runner.step()
+    runner.add(make_request("B", [1] * 7, max_tokens=6))
+    assert [name for name, _, _ in shares(runner.step()[0])] == ["A", "B"]
+    runner.drain()
+    assert runner.scheduler.num_preemptions > 0
+
+
+def test_groups_are_queued_until_one_of_them_has_run() -> None:
+    runner = Runner(make_config(max_num_seqs=1))
+    scheduler = runner.scheduler
+    runner.add_group(make_group("A", 3, [1], max_tokens=1))
+    runner.add_group(make_group("B", 2, [2], max_tokens=1))
+    runner.add_group(make_group("C", 2, [3], max_tokens=1))
+    assert scheduler.num_queued_groups == 3
+    runner.step()
+    assert (scheduler.num_queued_groups, scheduler.num_waiting) == (2, 6)
+    for name in ("B0", "B1"):
+        scheduler.finish(name, FinishReason.ABORT)
+    assert scheduler.num_queued_groups == 1
+    runner.drain()
+    assert scheduler.num_queued_groups == 0

@@ -99,6 +99,7 @@ class FakeEngine:
         self.delay = delay
         """Seconds before each token."""
         self.is_running = True
+        self.num_queued = 0
         self.is_sleeping = False
         self.failure: Exception | None = None
         """Raised by a request after `fail_after` tokens."""
