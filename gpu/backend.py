@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from rawpaged.backend import (
     KVScales,
     LinearWeight,
     LogitEdits,
+    QuantizedRows,
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
@@ -55,6 +56,7 @@ class CudaBackend:
 
     name = "cuda"
     captures_on_demand = False
+    block_bits: ClassVar[Mapping[str, float]] = {}
 
     def __init__(
         self, device: Device, *, dtype: str, kv_cache_dtype: str | None = None
@@ -103,6 +105,13 @@ class CudaBackend:
             upload(full_bias, "float32"),
             in_features=weight.shape[1],
         )
+
+    def pack_quantized(
+        self,
+        parts: Sequence[npt.NDArray[Any] | QuantizedRows],
+        bias: npt.NDArray[Any] | None,
+    ) -> PackedLinear:
+        raise BackendError("a GPU's weights are dequantised: there are no kernels for blocks")
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         packed, download = _packed(weight), self.device.download

@@ -9,7 +9,7 @@ the rest of the batch. Model code slices and reshapes arrays and calls ops; it d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +62,14 @@ class KVScales:
                 raise ValueError(f"scales are {scale.dtype}{list(scale.shape)}, not f32[heads]")
             if not (np.isfinite(scale) & (scale > 0)).all():
                 raise ValueError(f"scales must be positive and finite, not {scale.tolist()}")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A weight as a GGUF file stores it: rows of blocks, of a type named as there."""
+
+    type_name: str
+    blocks: npt.NDArray[np.uint8]  # u8[out_features, row_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +209,12 @@ class Backend(Protocol):
         """
         ...
 
+    @property
+    def block_bits(self) -> Mapping[str, float]:
+        """Types of GGUF's blocks that weights may stay in, and what one weight then takes in bits;
+        empty where weights have to be dequantised."""
+        ...
+
     # Memory
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
     def upload(self, array: npt.NDArray[Any]) -> Any:
@@ -212,6 +226,17 @@ class Backend(Protocol):
         self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
     ) -> LinearWeight:
         """Lay out float weight [out_features, in_features] for `linear` and `embed`."""
+        ...
+
+    def pack_quantized(
+        self,
+        parts: Sequence[npt.NDArray[Any] | QuantizedRows],
+        bias: npt.NDArray[Any] | None,
+    ) -> LinearWeight:
+        """Lay out the rows of all parts as one weight, blocks as blocks, bit for bit.
+
+        Blocks are of the types in `block_bits`. Raises BackendError where there are none.
+        """
         ...
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:

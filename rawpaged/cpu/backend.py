@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from rawpaged.backend import (
     KVScales,
     LinearWeight,
     LogitEdits,
+    QuantizedRows,
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
@@ -23,20 +24,16 @@ from rawpaged.backend import (
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.activation import silu_and_mul_rows
 from rawpaged.cpu.attention_work import split_work
+from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.cpu.cache_ops import CacheOps
 from rawpaged.cpu.checks import check_shapes
 from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.gather import gather_row_indices
-from rawpaged.cpu.linear import (
-    ROW_GRAIN,
-    LinearOp,
-    PackedLinear,
-    best_arithmetic,
-    embed_rows,
-    pack_linear,
-)
+from rawpaged.cpu.joined_linear import CpuLinear, JoinedLinear, LinearOps, pack_parts
+from rawpaged.cpu.linear import ROW_GRAIN, PackedLinear, pack_linear
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
+from rawpaged.cpu.quantized_linear import QuantizedLinear
 from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
 from rawpaged.cpu.static_plan import DecodePlans
 from rawpaged.cpu.threads import ThreadTeam
@@ -55,6 +52,9 @@ class CpuBackend:
     name = "cpu"
     activation_dtype = "float32"
     captures_on_demand = True
+    block_bits: ClassVar[Mapping[str, float]] = {
+        name: kind.bits_per_weight for name, kind in BLOCK_TYPES.items()
+    }
 
     def __init__(
         self, *, dtype: str, kv_cache_dtype: str | None = None, num_threads: int | None = None
@@ -64,7 +64,7 @@ class CpuBackend:
         self.kv_cache_dtype = kv_cache_dtype or dtype
         self._team = ThreadTeam(num_threads)
         self._cache_ops = CacheOps(self._team, dtype=dtype, cache_dtype=self.kv_cache_dtype)
-        self._linear = LinearOp(self._team, best_arithmetic(dtype))
+        self._linear = LinearOps(self._team, dtype)
 
     @property
     def num_threads(self) -> int:
@@ -87,6 +87,13 @@ class CpuBackend:
         self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
     ) -> PackedLinear:
         return pack_linear(weight, bias, self.dtype)
+
+    def pack_quantized(
+        self,
+        parts: Sequence[npt.NDArray[Any] | QuantizedRows],
+        bias: npt.NDArray[Any] | None,
+    ) -> CpuLinear:
+        return pack_parts(parts, bias, self.dtype)
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         return weight
@@ -170,9 +177,10 @@ class CpuBackend:
 
     def embed(self, out: Float32, token_ids: npt.NDArray[np.int32], table: LinearWeight) -> None:
         packed = _packed(table)
+        assert not isinstance(packed, JoinedLinear), "a table is one tensor"
         shape = (len(token_ids), packed.in_features)
         check_shapes(out.shape == shape, out=out, token_ids=token_ids)
-        self._rows(embed_rows, out, out, token_ids, packed.panels)
+        self._linear.embed(out, token_ids, packed)
 
     def rms_norm(self, out: Float32, x: Float32, weight: Float32, eps: float) -> None:
         fits = out.shape == x.shape and weight.shape == x.shape[-1:]
@@ -199,9 +207,8 @@ class CpuBackend:
             x.shape[1] == packed.in_features and out.shape == (len(x), packed.out_features),
             out=out,
             x=x,
-            panels=packed.panels,
         )
-        self._linear(out, x, packed)
+        self._linear.linear(out, x, packed)
 
     def rope_and_store_kv(
         self,
@@ -309,8 +316,8 @@ class CpuBackend:
         self._team.run(kernel, count, *args, grain=grain)
 
 
-def _packed(weight: LinearWeight) -> PackedLinear:
+def _packed(weight: LinearWeight) -> CpuLinear:
     """The weight as this backend packs it."""
-    if not isinstance(weight, PackedLinear):
+    if not isinstance(weight, (PackedLinear, QuantizedLinear, JoinedLinear)):
         raise TypeError(f"a {type(weight).__name__} was packed by another backend")
     return weight

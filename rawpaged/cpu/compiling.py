@@ -63,6 +63,7 @@ class Kernel:
         # What is not of this package is not in its digest.
         source = Path(inspect.getfile(function)).read_bytes()
         self._source = hashlib.sha256(source).hexdigest()
+        set_variant(function, variant)
         self._function: Any = njit(nogil=True, error_model="numpy")(function)
         self._entries: dict[tuple[Kind, ...], Any] = {}
 
@@ -93,9 +94,23 @@ def kernel(function: Callable[..., None]) -> Kernel:
     return Kernel(function)
 
 
+def set_variant(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
+    """The function, with a name of its own among those that the same source makes.
+
+    Symbols of compiled functions are made of their names, argument types and a number that counts
+    functions in a process. Machine code from the caches of two processes must not define one symbol
+    twice, for whoever asks for it second would get the first one's code.
+    """
+    if variant:
+        function.__qualname__ = f"{function.__qualname__}_{variant}"
+    return function
+
+
 def compile_entry(function: Callable[..., Any], signature: Any, name: str, variant: str) -> Any:
     """A C function; the machine code is kept under `name` and `variant`."""
+    digest = hashlib.blake2b(variant.encode(), digest_size=8).hexdigest()
     function.__qualname__ = name
+    set_variant(function, digest)
     compiled: Any = CFunc(function, signature, locals={}, options={"error_model": "numpy"})
     # The cache's place is read from the global setting at this moment only; a program that
     # uses numba for itself keeps its own.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from rawpaged.cpu.arguments import RowsOf
@@ -18,7 +20,7 @@ from rawpaged.cpu.floats import row_of, stored_like
 from rawpaged.cpu.panel_kernel import PANEL, Arithmetic, make_panel_kernel
 from rawpaged.cpu.threads import ThreadTeam
 
-_MOST_ROWS = 8 if FEATURES.avx512f else 4
+MOST_ROWS = 8 if FEATURES.avx512f else 4
 """Rows of x that one pass over a panel takes: as many as there are registers for, or enough."""
 _BLOCK_ROWS = 128
 """Rows of x that a panel is multiplied with at a time: some 20 us of work."""
@@ -91,17 +93,8 @@ class LinearOp:
         self, out: npt.NDArray[np.float32], x: npt.NDArray[np.float32], weight: PackedLinear
     ) -> None:
         """out f32[n, out_features]; x f32[n, in_features], rounded to bfloat16 for dots."""
-        panels = weight.panels
-        num_blocks = -(-len(x) // _BLOCK_ROWS)
-        self._team.run(
-            self._kernel,
-            len(panels) * num_blocks,
-            RowsOf(out),
-            RowsOf(self._prepare(x)),
-            panels,
-            weight.bias,
-            num_blocks,
-            grain=num_blocks * _GRAIN_BYTES // panels[0].nbytes,
+        run_linear_kernel(
+            self._team, self._kernel, out, self._prepare(x), weight.panels, weight.bias
         )
 
     def release(self) -> None:
@@ -130,6 +123,28 @@ class LinearOp:
         return self._scratch[:size].view(dtype).reshape(rows, columns)
 
 
+def run_linear_kernel(
+    team: ThreadTeam,
+    kernel: Kernel,
+    out: npt.NDArray[np.float32],
+    x: npt.NDArray[Any],
+    panels: npt.NDArray[Any],
+    bias: npt.NDArray[np.float32],
+) -> None:
+    """Share one of `make_linear_kernel`'s by panels and blocks of rows; x as its tiles take it."""
+    num_blocks = -(-len(x) // _BLOCK_ROWS)
+    team.run(
+        kernel,
+        len(panels) * num_blocks,
+        RowsOf(out),
+        RowsOf(x),
+        panels,
+        bias,
+        num_blocks,
+        grain=num_blocks * _GRAIN_BYTES // panels[0].nbytes,
+    )
+
+
 @kernel
 def rounded_rows(out, x, start, stop):
     """out u16[n, columns] = x as bfloat16, then a zero if x has an odd number of columns."""
@@ -152,31 +167,11 @@ def padded_rows(out, x, start, stop):
             target[i] = source[i]
 
 
-def _make_tiles(arithmetic: Arithmetic, most_rows: int) -> Any:
-    """njit code for a tile of 1 to `most_rows` rows."""
-    tile = make_panel_kernel(arithmetic, most_rows)
-    if most_rows == 1:
-
-        @njit(nogil=True)
-        def single(rows, x, x_stride, panel, steps, bias, out, out_stride):
-            tile(x, x_stride, panel, steps, bias, out, out_stride)
-
-        return single
-    fewer_rows = _make_tiles(arithmetic, most_rows - 1)
-
-    @njit(nogil=True)
-    def tiles(rows, x, x_stride, panel, steps, bias, out, out_stride):
-        if rows == most_rows:
-            tile(x, x_stride, panel, steps, bias, out, out_stride)
-        else:
-            fewer_rows(rows, x, x_stride, panel, steps, bias, out, out_stride)
-
-    return tiles
-
-
-def _make_kernel(arithmetic: Arithmetic) -> Kernel:
-    most_rows = _MOST_ROWS
-    run_tile = _make_tiles(arithmetic, most_rows)
+def make_linear_kernel(
+    make_tile: Callable[[int], Callable[..., None]], variant: str, most_rows: int = MOST_ROWS
+) -> Kernel:
+    """The loops over panels and rows around `make_tile(most_rows)`, as of `make_panel_kernel`."""
+    run_tile = make_tile(most_rows)
 
     def linear_panels(out, x, panels, bias, num_blocks, start, stop):
         """out = x @ W.T + bias for items [start, stop): panels times blocks of rows."""
@@ -211,11 +206,12 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
                     for row in range(low, high):
                         row_of(out, row)[column:] = scratch[row - low, :columns]
 
-    return Kernel(linear_panels, variant=arithmetic)
+    return Kernel(linear_panels, variant=variant)
 
 
 _KERNELS: dict[Arithmetic, Kernel] = {
-    arithmetic: _make_kernel(arithmetic) for arithmetic in get_args(Arithmetic)
+    arithmetic: make_linear_kernel(partial(make_panel_kernel, arithmetic), arithmetic)
+    for arithmetic in get_args(Arithmetic)
 }
 
 
@@ -226,6 +222,17 @@ def embed_rows(out, token_ids, panels, start, stop):
         panel = token_ids[t] // PANEL
         column = token_ids[t] % PANEL
         _unpack(out[t], panels[panel, :, column])
+
+
+def embed_table(
+    team: ThreadTeam,
+    out: npt.NDArray[np.float32],
+    token_ids: npt.NDArray[np.int32],
+    table: PackedLinear,
+) -> None:
+    """out f32[n, in_features] = rows `token_ids` of the table."""
+    grain = 1 + ROW_GRAIN // table.in_features
+    team.run(embed_rows, len(out), out, token_ids, table.panels, grain=grain)
 
 
 def _unpack(row: Any, words: Any) -> None:

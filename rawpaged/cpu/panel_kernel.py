@@ -31,23 +31,24 @@ _LINE_BYTES = 4 * PANEL
 _UPPER_HALF = -(1 << 16)
 
 
-def make_panel_kernel(arithmetic: Arithmetic, rows: int) -> Callable[..., None]:
-    """An intrinsic kernel(x, x_stride, panel, steps, bias, out, out_stride) for njit code.
+def make_panel_kernel(arithmetic: Arithmetic, most_rows: int) -> Callable[..., None]:
+    """An intrinsic kernel(rows, x, x_stride, panel, steps, bias, out, out_stride) for njit code.
 
-    x, panel, bias and out are addresses, strides bytes between rows; steps >= 1 counts k, or pairs
-    of k where the panel is in pairs. bias and out are float32.
+    1 <= rows <= most_rows; x, panel, bias and out are addresses, strides bytes between rows; steps
+    >= 1 counts k, or pairs of k where the panel is in pairs. bias and out are float32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         build = VectorBuilder(builder, fused=FEATURES.fma)
-        _PanelKernel(build, arithmetic, rows).build(*args)
+        rows, *rest = args
+        build.by_number(rows, most_rows, lambda n: _PanelKernel(build, arithmetic, n).build(*rest))
         return context.get_dummy_value()
 
     def typer(
-        typingctx: Any, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any, out: Any,
-        out_stride: Any,
+        typingctx: Any, rows: Any, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any,
+        out: Any, out_stride: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 7), generate
+        return types.void(*[types.intp] * 8), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
+
+from rawpaged.cpu.features import FEATURES
 
 LANES = 16
 """Floats in one vector."""
@@ -20,6 +22,10 @@ V16F = ir.VectorType(F32, LANES)
 V16I = ir.VectorType(I32, LANES)
 V16H = ir.VectorType(I16, LANES)
 V32H = ir.VectorType(I16, 2 * LANES)
+V64B = ir.VectorType(I8, 4 * LANES)
+_V16HALF = ir.VectorType(ir.HalfType(), LANES)
+_HALF_TO_FLOAT = ir.Constant(V16F, [2.0**112] * LANES)
+"""Between the exponents of the two types."""
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
@@ -93,6 +99,32 @@ class VectorBuilder:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return self.call(name, V16F, total, cast(a, V32B), cast(b, V32B))
 
+    def byte_dot(self, total: Any, a: Any, b: Any) -> Any:
+        """total + the four products a[i] * b[i] in each lane; a <16 x u8[4]>, b <16 x i8[4]>.
+
+        AVX512-VNNI.
+        """
+        # LLVM 22 gave the operands their own type.
+        operand = V64B if binding.llvm_version_info[0] >= 22 else V16I
+        cast = self.builder.bitcast
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        return self.call(name, V16I, total, cast(a, operand), cast(b, operand))
+
+    def load_halves(self, address: Any, offset: int = 0) -> Any:
+        """Sixteen numbers of half precision as floats, exactly."""
+        if FEATURES.avx512f:
+            return self.builder.fpext(self.load(address, _V16HALF, offset), V16F)
+        # Elsewhere LLVM may call a function that is not there.
+        builder = self.builder
+        bits = builder.zext(self.load(address, V16H, offset), V16I)
+        size = builder.shl(builder.and_(bits, self.constant(0x7FFF)), self.constant(13))
+        value = builder.fmul(builder.bitcast(size, V16F), _HALF_TO_FLOAT)
+        is_finite = builder.icmp_unsigned("<", size, self.constant(0x7C00 << 13))
+        above = builder.or_(size, self.constant(0x7F800000))
+        known = builder.select(is_finite, builder.bitcast(value, V16I), above)
+        sign = builder.shl(builder.and_(bits, self.constant(0x8000)), self.constant(16))
+        return builder.bitcast(builder.or_(known, sign), V16F)
+
     def call(self, name: str, result: Any, *args: Any) -> Any:
         """Call an LLVM intrinsic."""
         module = self.builder.module
@@ -126,6 +158,19 @@ class VectorBuilder:
             value.add_incoming(following, last)
         builder.position_at_end(end)
         return new
+
+    def by_number(self, number: Any, most: int, emit: Callable[[int], None]) -> None:
+        """The code of emit(number), for 1 <= number <= most; nothing for other numbers."""
+        builder = self.builder
+        end = builder.append_basic_block("end")
+        switch = builder.switch(number, end)
+        for value in range(1, most + 1):
+            block = builder.append_basic_block(f"is_{value}")
+            switch.add_case(I64(value), block)
+            builder.position_at_end(block)
+            emit(value)
+            builder.branch(end)
+        builder.position_at_end(end)
 
     def _pointer(self, address: Any, type_: Any, offset: int) -> Any:
         moved = self.builder.add(address, I64(offset)) if offset else address

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from rawpaged.backend import (
     KVScales,
     LinearWeight,
     LogitEdits,
+    QuantizedRows,
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
@@ -53,6 +54,10 @@ class TracedBackend:
     def captures_on_demand(self) -> bool:
         return self._inner.captures_on_demand
 
+    @property
+    def block_bits(self) -> Mapping[str, float]:
+        return self._inner.block_bits
+
     # Memory
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -70,6 +75,13 @@ class TracedBackend:
         self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
     ) -> LinearWeight:
         return self._inner.pack_linear(weight, bias)
+
+    def pack_quantized(
+        self,
+        parts: Sequence[npt.NDArray[Any] | QuantizedRows],
+        bias: npt.NDArray[Any] | None,
+    ) -> LinearWeight:
+        return self._inner.pack_quantized(parts, bias)
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         return self._inner.offload_linear(weight)

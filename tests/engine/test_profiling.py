@@ -179,7 +179,7 @@ def test_every_op_of_the_seam_is_a_range() -> None:
         "new_kv_cache", "new_host_kv_cache", "memory_info", "close", "start_profiler",
         "stop_profiler", "plan", "static_plans", "capture", "run", "captures_on_demand",
         "offload_linear", "restore_linear",
-        "release_unused", "bind_thread",
+        "release_unused", "bind_thread", "block_bits", "pack_quantized",
     }  # fmt: skip
     public = {name for name in vars(Backend) if not name.startswith("_")}
     assert public == rest | set(OPS)

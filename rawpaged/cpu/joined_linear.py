@@ -1,0 +1,102 @@
+"""Linear layers of any weights: of one type, or side by side of several, as files mix them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawpaged.backend import QuantizedRows
+from rawpaged.cpu.linear import LinearOp, PackedLinear, best_arithmetic, embed_table, pack_linear
+from rawpaged.cpu.quantized_linear import QuantizedLinear, QuantizedLinearOp, pack_quantized
+from rawpaged.cpu.threads import ThreadTeam
+
+Float32 = npt.NDArray[np.float32]
+SingleLinear = PackedLinear | QuantizedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """Weights of different types whose outputs lie side by side."""
+
+    parts: tuple[SingleLinear, ...]
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+CpuLinear = SingleLinear | JoinedLinear
+
+
+def pack_parts(
+    parts: Sequence[npt.NDArray[Any] | QuantizedRows],
+    bias: npt.NDArray[Any] | None,
+    dtype: str,
+) -> CpuLinear:
+    """The rows of all parts as one weight; arrays become panels of `dtype`."""
+    packed: list[SingleLinear] = []
+    first = 0
+    for type_name, group in groupby(parts, key=_type_name):
+        rows = [part.blocks if isinstance(part, QuantizedRows) else part for part in group]
+        joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        own_bias = None if bias is None else bias[first : first + len(joined)]
+        if type_name is None:
+            packed.append(pack_linear(joined, own_bias, dtype))
+        else:
+            packed.append(pack_quantized(type_name, joined, own_bias))
+        first += len(joined)
+    return packed[0] if len(packed) == 1 else JoinedLinear(tuple(packed))
+
+
+def _type_name(part: npt.NDArray[Any] | QuantizedRows) -> str | None:
+    return part.type_name if isinstance(part, QuantizedRows) else None
+
+
+class LinearOps:
+    """`linear` and `embed` of any of these weights."""
+
+    def __init__(self, team: ThreadTeam, dtype: str) -> None:
+        """`dtype`: of the weights that are no blocks."""
+        self._team = team
+        self._plain = LinearOp(team, best_arithmetic(dtype))
+        self._quantized = QuantizedLinearOp(team)
+
+    def linear(self, out: Float32, x: Float32, weight: CpuLinear) -> None:
+        """out f32[n, out_features] = x f32[n, in_features] @ W.T + bias."""
+        parts = weight.parts if isinstance(weight, JoinedLinear) else (weight,)
+        prepared: npt.NDArray[np.uint8] | None = None
+        first = 0
+        for part in parts:
+            columns = out[:, first : first + part.out_features]
+            first += part.out_features
+            if isinstance(part, PackedLinear):
+                self._plain(columns, x, part)
+                continue
+            if prepared is None:
+                prepared = self._quantized.prepare(x)
+            self._quantized.multiply(columns, prepared, part)
+
+    def embed(self, out: Float32, token_ids: npt.NDArray[np.int32], table: SingleLinear) -> None:
+        """out f32[n, in_features] = rows `token_ids` of the table, exactly."""
+        if isinstance(table, QuantizedLinear):
+            self._quantized.embed(out, token_ids, table)
+        else:
+            embed_table(self._team, out, token_ids, table)
+
+    def release(self) -> None:
+        """Give memory for activations back."""
+        self._plain.release()
+        self._quantized.release()
