@@ -26,6 +26,7 @@ from rawpaged.config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     PREEMPTION_MODES,
+    QUANTIZATIONS,
     SCHEDULING_POLICIES,
     EngineConfig,
 )
@@ -124,10 +125,17 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "chat_template": {"help": "Jinja file or text to use instead of the model's own"},
         "revision": {"help": "branch, tag or commit of a hub id"},
         "device": {"choices": DEVICES},
-        "dtype": {"choices": DTYPES, "help": "of weights in memory"},
+        "dtype": {
+            "choices": DTYPES,
+            "help": "of weights in memory; auto keeps a GGUF file's quantised ones on a CPU",
+        },
         "kv_cache_dtype": {
             "choices": KV_CACHE_DTYPES,
             "help": "of the KV cache; auto: as the weights, fp8: fp8_e4m3",
+        },
+        "quantization": {
+            "choices": QUANTIZATIONS,
+            "help": "gguf: keep a GGUF file's quantised weights, whatever dtype says",
         },
         "load_format": {"choices": LOAD_FORMATS, "help": "dummy: random weights, for benchmarks"},
         "max_model_len": {"type": int, "help": "longest request in tokens, prompt and output"},

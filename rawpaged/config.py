@@ -9,6 +9,7 @@ from rawpaged.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("gguf",)
 DEVICES = ("cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
@@ -16,7 +17,13 @@ DEVICE_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16")
 """Types of weights that a device's kernels take."""
 
 _STRINGS = ("model", "device", "dtype", "kv_cache_dtype", "load_format", "scheduling_policy")
-_OPTIONAL_STRINGS = ("tokenizer", "chat_template", "revision", "preemption_mode")
+_OPTIONAL_STRINGS = (
+    "tokenizer",
+    "chat_template",
+    "revision",
+    "quantization",
+    "preemption_mode",
+)
 _INTEGERS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed")
 _BOOLEANS = ("enable_prefix_caching", "enforce_eager", "batch_invariant")
 _OPTIONAL_INTEGERS = (
@@ -46,7 +53,11 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"
     """Type of weights: bfloat16 or float32 on a CPU, bfloat16 or float16 on a GPU; sums are
-    float32 on both."""
+    float32 on both. auto: that of the checkpoint where the device has it, else bfloat16; on a CPU
+    quantised weights of a GGUF file stay as they are."""
+    quantization: str | None = None
+    """gguf: quantised weights of a GGUF file stay as they are whatever dtype says (of the others
+    and of the KV cache). None: they do with dtype="auto" on a CPU, else they are dequantised."""
     kv_cache_dtype: str = "auto"
     """Type of the KV cache. auto: that of the weights; fp8 is fp8_e4m3. Types of one byte have a
     scale for each KV head, from the checkpoint or by calibration (docs/kv-cache.md)."""
@@ -102,6 +113,10 @@ class EngineConfig:
                 )
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization={self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
+            )
         for name in (
             "max_model_len",
             "block_size",
@@ -130,11 +145,21 @@ class EngineConfig:
             raise ConfigError(
                 f"seed={self.seed} is for load_format='dummy'; requests carry seeds of their own"
             )
+        if self.quantization is not None and self.load_format == "dummy":
+            raise ConfigError(
+                f"quantization={self.quantization!r} keeps the weights of a file, and "
+                "load_format='dummy' reads none; leave one out"
+            )
         self._check_device()
         self._check_swapping()
 
     def _check_device(self) -> None:
         """What one device has and the other has not."""
+        if self.quantization is not None and self.device != "cpu":
+            raise ConfigError(
+                f"quantization={self.quantization!r} is for device='cpu': on a GPU the weights of "
+                "GGUF files are dequantised; leave it out"
+            )
         if self.dtype != "auto" and self.dtype not in DEVICE_DTYPES[self.device]:
             raise ConfigError(
                 f"dtype={self.dtype!r} is not one of {', '.join(DEVICE_DTYPES[self.device])}, "

@@ -197,7 +197,8 @@ def test_every_flag_reaches_the_configuration() -> None:
         "preemption_mode": "auto", "swap_space": 0.5,
     }  # fmt: skip
     switches = {"enable_prefix_caching", "enforce_eager", "batch_invariant"}
-    others = {"gpu_memory_utilization"}  # refused on a CPU, see test_memory_plan.py
+    # Refused on a CPU, see test_memory_plan.py; refused with dummy weights, see below.
+    others = {"gpu_memory_utilization", "quantization"}
     assert {*values, *switches, *others} == {field.name for field in fields(EngineConfig)}
     arguments = ["m", "--no-enable-prefix-caching", "--enforce-eager", "--batch-invariant"]
     for name, value in list(values.items())[1:]:
@@ -213,6 +214,11 @@ def test_every_flag_reaches_the_configuration() -> None:
             "batch_invariant": True,
         }
         assert config == EngineConfig(**expected)
+
+
+def test_quantization() -> None:
+    args = cli._parser().parse_args(["serve", "m", "--quantization", "gguf"])
+    assert cli._engine_config(args) == EngineConfig(model="m", quantization="gguf")
 
 
 def test_flags_default_to_those_of_the_configuration() -> None:

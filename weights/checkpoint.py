@@ -62,11 +62,24 @@ def open_checkpoint(
 
 def read_model_config(model: str, *, revision: str | None = None) -> ModelConfig:
     """Only the configuration: `model` may also be a config.json, or a directory with just that."""
+    return read_outline(model, revision=revision)[0]
+
+
+def read_outline(
+    model: str, *, revision: str | None = None
+) -> tuple[ModelConfig, TensorSource | None]:
+    """What a memory plan is made of: the configuration, and a GGUF file's tensors, not checked.
+
+    `model` may also be a config.json, or a directory with just that.
+    """
     path = _locate(model, revision, with_tokenizer=False, with_weights=False, progress=True)
     with os_errors_as_checkpoint_errors(str(path)):
         if path.is_dir():
-            return _read_config(path)
-        return _read_config(path.parent) if path.name == "config.json" else GGUFFile(path).config
+            return _read_config(path), None
+        if path.name == "config.json":
+            return _read_config(path.parent), None
+        file = GGUFFile(path)
+        return file.config, file
 
 
 def _locate(

@@ -139,15 +139,22 @@ class GGUFFile:
                 f"{self.path}: tensor {show(stored.tensor.name)} has type {stored.type_name}, "
                 "which cannot be decoded"
             )
-        raw = np.asarray(self._data[stored.start : stored.end])
+        plain = PLAIN_TYPES.get(stored.type_name)
+        rows = self._read_rows(name, plain or np.uint8)
+        return rows if plain else _decode(rows, stored.tensor.type_id)
+
+    def read_blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        """u8[out_features, row_bytes]: a quantised matrix as stored, rows as in `read`."""
+        return self._read_rows(name, np.uint8)
+
+    def _read_rows(self, name: str, item: npt.DTypeLike) -> npt.NDArray[Any]:
+        """[..., items of a row] as Hugging Face orders the rows."""
+        stored = self._stored[name]
         shape = stored.tensor.shape
-        if plain := PLAIN_TYPES.get(stored.type_name):
-            raw = raw.view(plain)
+        raw = np.asarray(self._data[stored.start : stored.end]).view(item)
         rows = raw.reshape((*shape[:-1], -1)) if raw.size else raw.reshape(shape)
         num_heads = self._permuted_heads(name)
-        if num_heads is not None:
-            rows = rows[_hf_row_order(shape[0], num_heads)]
-        return rows if plain else _decode(rows, stored.tensor.type_id)
+        return rows if num_heads is None else rows[_hf_row_order(shape[0], num_heads)]
 
     def _permuted_heads(self, name: str) -> int | None:
         """Heads whose rows the file holds in llama.cpp's order of rotary pairs; None: as in HF."""

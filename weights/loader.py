@@ -15,39 +15,48 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rawpaged.backend import Backend, LinearWeight
+from rawpaged.backend import Backend, LinearWeight, QuantizedRows
 from rawpaged.errors import CheckpointError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.weights import LlamaLayer, LlamaWeights
 from rawpaged.progress import ProgressBar
 from rawpaged.weights.checkpoint import Checkpoint
 from rawpaged.weights.names import EMBED_TOKENS, LM_HEAD, NORM, expected_shapes
+from rawpaged.weights.sizes import kept_type
 
 DUMMY_STD = 0.02
 
-ReadTensor = Callable[[str], npt.NDArray[Any]]
+Tensor = npt.NDArray[Any] | QuantizedRows
+ReadTensor = Callable[[str], Tensor]
 
 
 def load_weights(
-    checkpoint: Checkpoint, backend: Backend, *, progress: bool = True
+    checkpoint: Checkpoint,
+    backend: Backend,
+    *,
+    keep_quantized: bool = False,
+    progress: bool = True,
 ) -> LlamaWeights:
     """The checkpoint's weights in the backend's type and layout, owned by the caller.
 
-    Shows a bar of bytes read on stderr if that is a terminal and `progress` is set. Raises
-    CheckpointError for a checkpoint opened without its tensors.
+    With `keep_quantized` matrices of the types in the backend's `block_bits` stay in their blocks;
+    all others are dequantised. Shows a bar of bytes read on stderr if that is a terminal and
+    `progress` is set. Raises CheckpointError for a checkpoint opened without its tensors.
     """
     tensors = checkpoint.tensors
     if tensors is None:
         raise CheckpointError(f"{checkpoint.path}: was opened with load_format='dummy'")
     config = checkpoint.model_config
     total = sum(tensors.nbytes(name) for name in expected_shapes(config))
+    block_bits = backend.block_bits if keep_quantized else {}
     hidden = not (progress and sys.stderr.isatty())
     with ProgressBar(total=total, unit="B", unit_scale=True, desc="weights", disable=hidden) as bar:
 
-        def read(name: str) -> npt.NDArray[Any]:
-            array = tensors.read(name)
+        def read(name: str) -> Tensor:
+            kept = kept_type(tensors, name, block_bits)
+            blocks = None if kept is None else QuantizedRows(kept, tensors.read_blocks(name))
             bar.update(tensors.nbytes(name))
-            return array
+            return tensors.read(name) if blocks is None else blocks
 
         return _assemble(config, backend, read)
 
@@ -68,7 +77,7 @@ def dummy_weights(config: ModelConfig, backend: Backend, *, seed: int) -> LlamaW
 
 
 def _assemble(config: ModelConfig, backend: Backend, read: ReadTensor) -> LlamaWeights:
-    embed_tokens = backend.pack_linear(read(EMBED_TOKENS), None)
+    embed_tokens = _pack(backend, [read(EMBED_TOKENS)], None)
     layers = tuple(
         _layer(config, backend, read, f"model.layers.{layer}.")
         for layer in range(config.num_layers)
@@ -76,17 +85,17 @@ def _assemble(config: ModelConfig, backend: Backend, read: ReadTensor) -> LlamaW
     norm = _norm(backend, read(NORM))
     lm_head = embed_tokens
     if not config.tie_word_embeddings:
-        lm_head = backend.pack_linear(read(LM_HEAD), None)
+        lm_head = _pack(backend, [read(LM_HEAD)], None)
     return LlamaWeights(embed_tokens, layers, norm, lm_head)
 
 
 def _layer(config: ModelConfig, backend: Backend, read: ReadTensor, prefix: str) -> LlamaLayer:
     def linear(parts: tuple[str, ...], has_bias: bool) -> LinearWeight:
-        weight = _concatenate([read(f"{prefix}{part}.weight") for part in parts])
+        weights = [read(f"{prefix}{part}.weight") for part in parts]
         bias = None
         if has_bias:
-            bias = _concatenate([read(f"{prefix}{part}.bias") for part in parts])
-        return backend.pack_linear(weight, bias)
+            bias = _concatenate([_numbers(read(f"{prefix}{part}.bias")) for part in parts])
+        return _pack(backend, weights, bias)
 
     def norm(part: str) -> Any:
         return _norm(backend, read(f"{prefix}{part}.weight"))
@@ -105,8 +114,19 @@ def _layer(config: ModelConfig, backend: Backend, read: ReadTensor, prefix: str)
     )
 
 
-def _norm(backend: Backend, weight: npt.NDArray[Any]) -> Any:
-    return backend.upload(weight.astype(np.float32))
+def _pack(backend: Backend, parts: list[Tensor], bias: npt.NDArray[Any] | None) -> LinearWeight:
+    if any(isinstance(part, QuantizedRows) for part in parts):
+        return backend.pack_quantized(parts, bias)
+    return backend.pack_linear(_concatenate([_numbers(part) for part in parts]), bias)
+
+
+def _norm(backend: Backend, weight: Tensor) -> Any:
+    return backend.upload(_numbers(weight).astype(np.float32))
+
+
+def _numbers(tensor: Tensor) -> npt.NDArray[Any]:
+    assert not isinstance(tensor, QuantizedRows), "only matrices stay in blocks"
+    return tensor
 
 
 def _concatenate(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

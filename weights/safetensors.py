@@ -193,6 +193,9 @@ class SafetensorsSource:
     def stored_name(self, name: str) -> str:
         return name
 
+    def read_blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        raise CheckpointError(f"{self.file_of(name)}: tensor {name!r} has no quantised blocks")
+
     def is_supported(self, name: str) -> bool:
         return self.dtype(name) in WEIGHT_TYPES
 

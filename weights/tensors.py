@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 
@@ -32,6 +33,12 @@ class TensorSource(Protocol):
         """float32, float16 or bfloat16 array of `shape(name)`; may be a read-only view of the file.
 
         Raises CheckpointError for a stored type that is not supported.
+        """
+        ...
+
+    def read_blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        """u8[out_features, row_bytes]: a matrix of quantised blocks as it is stored, its rows in
+        the order of `read`; may be a read-only view of the file.
         """
         ...
 

@@ -64,7 +64,12 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._progress: dict[str, RequestProgress] = {}
         self._beams = BeamGroups(self.scheduler)
-        self._recorder = StepRecorder(self.scheduler, runner.backend, stats_logger)
+        self._recorder = StepRecorder(
+            self.scheduler,
+            runner.backend,
+            stats_logger,
+            weights_bytes=runner.model.weights.nbytes,
+        )
 
     def set_tracer(self, tracer: Tracer, recorder: OpRecorder | None = None) -> None:
         """Tell of everything that happens in a step to `tracer`, of ops' calls to `recorder`.

@@ -21,10 +21,12 @@ from rawpaged.engine.memory_plan import (
     MemoryPlan,
     check_memory,
     is_measured,
+    keeps_quantized,
     make_plan,
     preemption_mode,
     resolve_dtype,
     resolve_kv_cache_dtype,
+    resolve_weight_sizes,
     scheduler_config,
 )
 from rawpaged.engine.model_runner import ModelRunner
@@ -37,7 +39,7 @@ from rawpaged.models.config import ModelConfig
 from rawpaged.models.weights import LlamaWeights
 from rawpaged.tokenization.gguf_tokenizer import load_tokenizer_from_gguf
 from rawpaged.tokenization.tokenizer import Tokenizer, load_tokenizer_from_directory
-from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint, read_model_config
+from rawpaged.weights.checkpoint import Checkpoint, open_checkpoint, read_outline
 from rawpaged.weights.kv_scales import read_kv_scales
 from rawpaged.weights.loader import dummy_weights, load_weights
 
@@ -93,7 +95,8 @@ def _make_runner(
 ) -> tuple[MemoryPlan, ModelRunner]:
     """The memory plan, and a runner that is ready. Raises MemoryError too."""
     model = checkpoint.model_config
-    plan = make_plan(config, model, backend)
+    sizes = resolve_weight_sizes(config, model, backend, checkpoint.tensors)
+    plan = make_plan(config, model, backend, sizes=sizes)
     check_memory(plan, backend)
     kv_scales: Sequence[KVScales] | None = read_kv_scales(checkpoint, backend.kv_cache_dtype)
     logger.info("%s: %s\n%s", config.model, model.architecture, plan.describe())
@@ -131,7 +134,7 @@ def _make_runner(
             weights_bytes=weights.nbytes,
             workspace_bytes=used_bytes - others_bytes - weights.nbytes - small.kv_bytes,
         )
-        plan = make_plan(config, model, backend, measured)
+        plan = make_plan(config, model, backend, measured, sizes)
         logger.info("after a dry run of the largest steps\n%s", plan.describe())
     runner = new_runner(
         num_blocks=plan.num_blocks,
@@ -169,10 +172,13 @@ def _used_bytes(backend: Backend) -> int:
 
 def plan_only(config: EngineConfig) -> tuple[ModelConfig, MemoryPlan]:
     """The memory plan of a model whose weights need not be here."""
-    model = read_model_config(config.model, revision=config.revision)
+    model, tensors = read_outline(config.model, revision=config.revision)
     backend = _open_backend(config, model, num_threads=1)
     try:
-        return model, make_plan(config, model, backend)
+        if config.load_format == "dummy":
+            tensors = None
+        sizes = resolve_weight_sizes(config, model, backend, tensors)
+        return model, make_plan(config, model, backend, sizes=sizes)
     finally:
         backend.close()
 
@@ -190,7 +196,7 @@ def _open_backend(config: EngineConfig, model: ModelConfig, num_threads: int | N
 def _load_weights(config: EngineConfig, checkpoint: Checkpoint, backend: Backend) -> LlamaWeights:
     if config.load_format == "dummy":
         return dummy_weights(checkpoint.model_config, backend, seed=config.seed)
-    return load_weights(checkpoint, backend)
+    return load_weights(checkpoint, backend, keep_quantized=keeps_quantized(config))
 
 
 def _reloader(

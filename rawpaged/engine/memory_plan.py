@@ -9,6 +9,8 @@ from rawpaged.config import DEVICE_DTYPES, EngineConfig, PreemptionCosts, Schedu
 from rawpaged.errors import BackendError, ConfigError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.llama import workspace_bytes
+from rawpaged.weights.sizes import WeightSizes, weight_sizes
+from rawpaged.weights.tensors import TensorSource
 
 KV_SHARE = 0.25
 """Share of a CPU's available memory that the pool takes at most when nothing is said."""
@@ -20,6 +22,8 @@ class MemoryPlan:
 
     dtype: str
     kv_cache_dtype: str
+    weights_types: str
+    """In words, as in "Q4_1 and Q8_0"."""
     weights_bytes: int
     workspace_bytes: int
     bytes_per_token: int
@@ -59,7 +63,7 @@ class MemoryPlan:
     def describe(self, mean_lens: tuple[int, ...] = ()) -> str:
         """A few lines for a person; a line for each of the mean request lengths."""
         lines = [
-            f"weights      {_size(self.weights_bytes)} as {self.dtype}",
+            f"weights      {_size(self.weights_bytes)} as {self.weights_types}",
             f"workspace    {_size(self.workspace_bytes)}",
             f"KV pool      {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
             f"= {self.num_tokens} tokens, {self.bytes_per_token} bytes a token as "
@@ -110,11 +114,35 @@ def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
     return {"auto": dtype, "fp8": "fp8_e4m3"}.get(config.kv_cache_dtype, config.kv_cache_dtype)
 
 
+def keeps_quantized(config: EngineConfig) -> bool:
+    """Whether weights in blocks stay so, where the device has kernels for them."""
+    return config.quantization is not None or config.dtype == "auto"
+
+
+def resolve_weight_sizes(
+    config: EngineConfig, model: ModelConfig, backend: Backend, tensors: TensorSource | None
+) -> WeightSizes:
+    """What the weights will take; raises ConfigError where none can stay as quantization asks."""
+    kept = backend.block_bits if keeps_quantized(config) else {}
+    sizes = weight_sizes(model, backend.dtype, tensors, kept)
+    if config.quantization is not None and set(sizes.by_type) == {backend.dtype}:
+        raise ConfigError(
+            f"quantization={config.quantization!r}: {config.model} holds no weights of types "
+            f"{', '.join(backend.block_bits)}; leave it out"
+        )
+    return sizes
+
+
 def make_plan(
-    config: EngineConfig, model: ModelConfig, backend: Backend, measured: Measured | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    backend: Backend,
+    measured: Measured | None = None,
+    sizes: WeightSizes | None = None,
 ) -> MemoryPlan:
     """Decide the number of blocks and the longest request, from estimates or from measurements.
 
+    `sizes` are those of the weights; None: all of them are of the backend's type.
     Raises ConfigError when a flag asks for more than the model or the memory allows, BackendError
     when the device cannot do it. The memory need not be there if the size of the pool is given.
     """
@@ -129,7 +157,8 @@ def make_plan(
             f"max_model_len={wanted_len} is more than the model's "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
-    weights = model.num_parameters * (4 if backend.dtype == "float32" else 2)
+    sizes = sizes or weight_sizes(model, backend.dtype)
+    weights = sizes.total
     workspace = workspace_bytes(model, backend, config.max_num_batched_tokens, config.max_num_seqs)
     available, total = backend.memory_info()
     if measured is not None:
@@ -149,6 +178,7 @@ def make_plan(
     return MemoryPlan(
         dtype=backend.dtype,
         kv_cache_dtype=backend.kv_cache_dtype,
+        weights_types=sizes.describe(),
         weights_bytes=weights,
         workspace_bytes=workspace,
         bytes_per_token=bytes_per_block // config.block_size,

@@ -15,6 +15,7 @@ class EngineLimits:
     device: str
     dtype: str
     cache_dtype: str
+    weights_bytes: int
     num_blocks: int
     block_size: int
     max_model_len: int

@@ -11,13 +11,18 @@ class StepRecorder:
     """Turns the scheduler's totals into what has been added since the last step."""
 
     def __init__(
-        self, scheduler: Scheduler, backend: Backend, stats_logger: StatsLogger | None
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        stats_logger: StatsLogger | None,
+        *,
+        weights_bytes: int,
     ) -> None:
         self._scheduler = scheduler
         self._stats_logger = stats_logger
         self._counted = (0, 0)
         if stats_logger is not None:
-            stats_logger.record_start(_limits(scheduler, backend))
+            stats_logger.record_start(_limits(scheduler, backend, weights_bytes))
 
     def record_step(self) -> None:
         """A step is over, or nothing runs any more."""
@@ -40,12 +45,13 @@ class StepRecorder:
         )
 
 
-def _limits(scheduler: Scheduler, backend: Backend) -> EngineLimits:
+def _limits(scheduler: Scheduler, backend: Backend, weights_bytes: int) -> EngineLimits:
     config = scheduler.config
     return EngineLimits(
         device=backend.name,
         dtype=backend.dtype,
         cache_dtype=backend.kv_cache_dtype,
+        weights_bytes=weights_bytes,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_model_len=config.max_model_len,

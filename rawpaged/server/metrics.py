@@ -23,6 +23,7 @@ GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be scheduled.",
     "num_requests_swapped": "Of those, the ones whose KV blocks are in host memory.",
+    "weights_bytes": "Bytes of the weights as the engine was started.",
     "kv_cache_usage_perc": "Share of the KV blocks held by requests, from 0 to 1.",
     "kv_blocks": "KV blocks of the pool.",
     "kv_blocks_used": "KV blocks held by at least one request.",
@@ -118,6 +119,7 @@ class PrometheusStats:
             num_gpu_blocks=limits.num_blocks,  # vLLM's name, on any device
             enable_prefix_caching=limits.enable_prefix_caching,
         )
+        self._gauges["weights_bytes"].set(limits.weights_bytes)
         self._show(
             "engine_config_info",
             device=limits.device,

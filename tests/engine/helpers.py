@@ -74,15 +74,19 @@ def tiny_engine(
     num_threads: int = 1,
     enable_prefix_caching: bool = True,
     num_host_blocks: int = 0,
+    keep_quantized: bool = False,
 ) -> Engine:
-    """An engine over a golden checkpoint, its runner a RecordingRunner; swaps into host blocks."""
+    """An engine over a golden checkpoint, its runner a RecordingRunner; swaps into host blocks.
+
+    `name` may also be the absolute path of a file.
+    """
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
     backend = open_backend(
         "cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads
     )
     runner = RecordingRunner(
         checkpoint.model_config,
-        load_weights(checkpoint, backend, progress=False),
+        load_weights(checkpoint, backend, keep_quantized=keep_quantized, progress=False),
         backend,
         num_blocks=num_blocks,
         block_size=16,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from bench.perplexity import PerplexityOptions, text_logprobs
 from rawpaged import LLM, SamplingParams
 from tests.conftest import GOLDEN
 
@@ -68,3 +70,36 @@ def test_chats(llm: LLM) -> None:
         assert output.prompt_token_ids == case["prompt_ids"]
         assert output.outputs[0].token_ids == case["greedy"]
         assert output.outputs[0].text == case["greedy_text"]
+
+
+def test_quantised_as_it_is_stored() -> None:
+    """The default: log-probabilities near the dequantised model's, all and on average."""
+    cases = ORACLE["completions"]
+    differences = []
+    with LLM("smollm2-135m", max_model_len=1024, num_gpu_blocks_override=256) as llm:
+        outputs = llm.generate(
+            [case["prompt"] for case in cases],
+            SamplingParams(max_tokens=1, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+    for case, output in zip(cases, outputs, strict=True):
+        assert output.prompt_token_ids == case["prompt_ids"]
+        assert output.prompt_logprobs is not None
+        for i, expected in enumerate(case["prompt_logprobs"][1:], 1):
+            got = output.prompt_logprobs[i]
+            assert got is not None
+            differences.append(abs(got[case["prompt_ids"][i]].logprob - expected))
+    assert 1e-3 < sum(differences) / len(differences) < 0.1
+    assert max(differences) < 0.8
+
+
+REFERENCE_PERPLEXITY = 24.18813
+"""Of bench/texts/alice.txt in windows of 512 with dtype=float32: `bench perplexity`, 2026-11-29."""
+
+
+def test_perplexity_of_the_default() -> None:
+    """Within half a percent of the dequantised model's in float32."""
+    options = PerplexityOptions(model="smollm2-135m", variants=[])
+    logprobs = text_logprobs(options, {"dtype": "auto"})
+    assert len(logprobs) == 1539
+    assert math.exp(-logprobs.mean()) == pytest.approx(REFERENCE_PERPLEXITY, rel=0.005)

@@ -44,6 +44,9 @@ class Shapes:
     def read(self, name: str) -> npt.NDArray[np.float32]:
         raise AssertionError("a tensor was read")
 
+    def read_blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        raise AssertionError("a tensor was read")
+
 
 @pytest.mark.parametrize("name", TINY_NAMES)
 def test_expected_shapes_are_those_of_transformers(name: str) -> None:
