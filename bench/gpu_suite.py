@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu_recorder import Recorder, error_line
-from bench.gpu_sizes import FULL, REDUCED
-from bench.gpu_target import GpuTarget, SimulatedTarget, Target, has_gpu
+from bench.gpu.recorder import Recorder, error_line
+from bench.gpu.sizes import FULL, REDUCED
+from bench.gpu.target import GpuTarget, SimulatedTarget, Target, has_gpu
 from bench.rows import Origin, command_line
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -40,24 +40,24 @@ class Stage:
 
 
 STAGES = (
-    Stage("checks.rows", "bench.gpu_checks", "check_rows", 90),
-    Stage("checks.linear", "bench.gpu_checks", "check_linear", 120),
-    Stage("checks.attention", "bench.gpu_attention_checks", "check_attention", 120),
-    Stage("checks.sampling", "bench.gpu_checks", "check_sampling", 60),
-    Stage("checks.engine", "bench.gpu_engine_checks", "check_engine", 120),
-    Stage("copy", "bench.gpu_copies", "time_copies", 30),
-    Stage("launch", "bench.gpu_launch", "time_launches", 60),
-    Stage("attention.decode", "bench.gpu_attention", "time_decode", 120),
-    Stage("step", "bench.gpu_step", "time_steps", 120),
-    Stage("matmul", "bench.gpu_matmul", "time_matmuls", 90),
-    Stage("attention.bytes", "bench.gpu_attention", "time_decode_of_bytes", 60),
-    Stage("attention.prefill", "bench.gpu_attention", "time_prefill", 60),
-    Stage("copy.host", "bench.gpu_copies", "time_host_copies", 30),
-    Stage("copy.blocks", "bench.gpu_copies", "time_block_copies", 30),
-    Stage("transformers", "bench.gpu_transformers", "time_transformers", 90),
-    Stage("row_ops", "bench.gpu_rowwise", "time_row_ops", 60),
-    Stage("tiles", "bench.gpu_tiles", "time_tiles", 90),
-    Stage("sanitizer", "bench.gpu_sanitizer", "check_sanitizer", 200),
+    Stage("checks.rows", "bench.gpu.checks", "check_rows", 90),
+    Stage("checks.linear", "bench.gpu.checks", "check_linear", 120),
+    Stage("checks.attention", "bench.gpu.attention_checks", "check_attention", 120),
+    Stage("checks.sampling", "bench.gpu.checks", "check_sampling", 60),
+    Stage("checks.engine", "bench.gpu.engine_checks", "check_engine", 120),
+    Stage("copy", "bench.gpu.copies", "time_copies", 30),
+    Stage("launch", "bench.gpu.launch", "time_launches", 60),
+    Stage("attention.decode", "bench.gpu.attention", "time_decode", 120),
+    Stage("step", "bench.gpu.step", "time_steps", 120),
+    Stage("matmul", "bench.gpu.matmul", "time_matmuls", 90),
+    Stage("attention.bytes", "bench.gpu.attention", "time_decode_of_bytes", 60),
+    Stage("attention.prefill", "bench.gpu.attention", "time_prefill", 60),
+    Stage("copy.host", "bench.gpu.copies", "time_host_copies", 30),
+    Stage("copy.blocks", "bench.gpu.copies", "time_block_copies", 30),
+    Stage("transformers", "bench.gpu.transformers", "time_transformers", 90),
+    Stage("row_ops", "bench.gpu.rowwise", "time_row_ops", 60),
+    Stage("tiles", "bench.gpu.tiles", "time_tiles", 90),
+    Stage("sanitizer", "bench.gpu.sanitizer", "check_sanitizer", 200),
 )
 """In the order in which a session that is cut short would miss them least."""
 

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 
-from bench.gpu_timing import Work
+from bench.gpu.timing import Work
 from bench.recorded_call import CallView, visible_keys
 from rawpaged.backend import Backend
 from rawpaged.engine.op_recording import (

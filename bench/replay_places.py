@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 import numba
 
 from bench import op_cases
-from bench.gpu_sizes import FULL
-from bench.gpu_target import GpuTarget, SimulatedTarget, Target
-from bench.gpu_timing import cold_copies, copy_bandwidth, time_device, time_queued
+from bench.gpu.sizes import FULL
+from bench.gpu.target import GpuTarget, SimulatedTarget, Target
+from bench.gpu.timing import cold_copies, copy_bandwidth, time_device, time_queued
 from bench.machine import usable_cores
 from bench.probes import measure_peaks
 from bench.timing import Timing, time_calls

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import capacity
-from bench.capacity import main, run_all
-from bench.capacity_experiments import (
+from bench.capacity import __main__ as command
+from bench.capacity.__main__ import main, run_all
+from bench.capacity.experiments import (
     BLOCK_SIZES,
     Settings,
     Workload,
@@ -18,9 +18,9 @@ from bench.capacity_experiments import (
     preemption_cost,
     systems,
 )
-from bench.capacity_lengths import ALPACA, SHAREGPT
-from bench.capacity_rows import write_rows
-from bench.capacity_tables import Results, all_tables, insert_tables, write_tables
+from bench.capacity.lengths import ALPACA, SHAREGPT
+from bench.capacity.rows import write_rows
+from bench.capacity.tables import Results, all_tables, insert_tables, write_tables
 from bench.rows import Origin
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -109,7 +109,7 @@ def test_plots(results: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra bench")
     from matplotlib.image import imread
 
-    from bench.capacity_plots import write_plots
+    from bench.capacity.plots import write_plots
 
     paths = write_plots(tmp_path / "first", results)
     assert len(paths) == 6
@@ -175,7 +175,7 @@ def test_too_few_requests_to_fill_the_memory(
 def test_plots_without_matplotlib_are_refused_before_anything_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(capacity, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["--out", str(tmp_path / "out")]) == 2
     assert "pip install 'rawpaged[bench]', or --no-plots" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

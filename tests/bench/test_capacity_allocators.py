@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.capacity_allocators import (
+from bench.capacity.allocators import (
     Allocator,
     ContiguousSlabs,
     DemandMappedMemory,
     OrcaReservation,
     PagedBlocks,
 )
-from bench.capacity_buddy import BuddyAllocator
-from bench.capacity_lengths import RequestSize
-from bench.capacity_model import A100_40GB, OPT_13B, StepModel
+from bench.capacity.buddy import BuddyAllocator
+from bench.capacity.lengths import RequestSize
+from bench.capacity.model import A100_40GB, OPT_13B, StepModel
 
 LLAMA_3_8B_TOKEN = 128 * 1024
 """Bytes of KV: 32 layers, 8 heads of 128, keys and values of two bytes."""

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from bench.capacity_lengths import ALPACA, SHAREGPT, Dataset, LengthDistribution, RequestSize
+from bench.capacity.lengths import ALPACA, SHAREGPT, Dataset, LengthDistribution, RequestSize
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.capacity_lengths import RequestSize
-from bench.capacity_sharing import (
+from bench.capacity.lengths import RequestSize
+from bench.capacity.sharing import (
     BeamRecord,
     SequenceGroup,
     Sharing,
@@ -114,7 +114,8 @@ def test_beams_between_samples_and_one_survivor(parents: list[int], saving: str)
 
 
 def test_the_record_in_the_repository() -> None:
-    record = read_beam_record(Path(__file__).parents[2] / "bench" / "data" / "beam_parents.json")
+    folder = Path(__file__).parents[2] / "bench" / "capacity" / "data"
+    record = read_beam_record(folder / "beam_parents.json")
     assert record.model == "smollm2-135m"
     assert record.num_steps >= 3000
     for width in (2, 4, 6):

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from bench.capacity_accounts import MemoryShares
-from bench.capacity_allocators import (
+from bench.capacity.accounts import MemoryShares
+from bench.capacity.allocators import (
     Allocator,
     ContiguousSlabs,
     DemandMappedMemory,
     OrcaReservation,
     PagedBlocks,
 )
-from bench.capacity_arrivals import Arrival, all_at_once, poisson
-from bench.capacity_lengths import RequestSize
-from bench.capacity_model import A100_40GB, OPT_13B, StepModel, SwapModel
-from bench.capacity_simulator import Simulation
+from bench.capacity.arrivals import Arrival, all_at_once, poisson
+from bench.capacity.lengths import RequestSize
+from bench.capacity.model import A100_40GB, OPT_13B, StepModel, SwapModel
+from bench.capacity.simulator import Simulation
 from rawpaged.config import SchedulerConfig
 from rawpaged.request import Request
 from rawpaged.sampling_params import SamplingParams

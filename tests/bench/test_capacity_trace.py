@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import capacity_trace
-from bench.capacity_lengths import RequestSize
-from bench.capacity_trace import read_trace
+from bench.capacity import trace
+from bench.capacity.lengths import RequestSize
+from bench.capacity.trace import read_trace
 from rawpaged.errors import ConfigError
 
 SIZES = [RequestSize(161, 338), RequestSize(19, 58)]
@@ -98,9 +98,9 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "bytes.json", longest=2048)
     (tmp_path / "long.json").write_text("[[1, 1], [1, 1], [1, 1]]")
-    monkeypatch.setattr(capacity_trace, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(trace, "MAX_REQUESTS", 2)
     with pytest.raises(ConfigError, match="more than 2 requests"):
         read_trace(tmp_path / "long.json", longest=2048)
-    monkeypatch.setattr(capacity_trace, "MAX_BYTES", 10)
+    monkeypatch.setattr(trace, "MAX_BYTES", 10)
     with pytest.raises(ConfigError, match="is larger than 10 bytes"):
         read_trace(tmp_path / "long.json", longest=2048)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu_recorder import Recorder
-from bench.gpu_sanitizer import find_sanitizer
-from bench.gpu_sizes import FULL, REDUCED
-from bench.gpu_step import floor_seconds, model_config
+from bench.gpu.recorder import Recorder
+from bench.gpu.sanitizer import find_sanitizer
+from bench.gpu.sizes import FULL, REDUCED
+from bench.gpu.step import floor_seconds, model_config
+from bench.gpu.target import SimulatedTarget, fill
+from bench.gpu.timing import Work, cold_copies, graph_rounds, summarize, time_device, time_replays
 from bench.gpu_suite import STAGES, Options, Stage, chosen_stages, main, run_stages
-from bench.gpu_target import SimulatedTarget, fill
-from bench.gpu_timing import Work, cold_copies, graph_rounds, summarize, time_device, time_replays
 from bench.roofline import LLAMA_3_8B, Step
 from bench.rows import Origin
 from bench.timing import Timing
@@ -86,7 +86,7 @@ def test_the_suite_reaches_its_end_over_the_simulator(tmp_path: Path) -> None:
 def test_a_wrong_kernel_is_a_failed_row_and_the_others_are_checked(
     target: SimulatedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.gpu_checks import check_rows
+    from bench.gpu.checks import check_rows
     from rawpaged.gpu.norm import RmsNorm
 
     def wrong(self: RmsNorm, out: Any, x: Any, residual: Any, weight: Any, eps: float) -> None:
@@ -106,7 +106,7 @@ def test_a_wrong_kernel_is_a_failed_row_and_the_others_are_checked(
 
 def test_a_stage_over_its_limit_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    slow = Stage("copy", "bench.gpu_copies", "time_copies", 0.01)
+    slow = Stage("copy", "bench.gpu.copies", "time_copies", 0.01)
     assert run_stages([slow, slow], options(output), ORIGIN) == 1
     rows = read(output)
     assert [row["status"] for row in rows] == ["failed", "failed"]
@@ -165,7 +165,7 @@ def test_all_stages_name_functions_that_are_there() -> None:
 def test_fill_repeats_values_to_the_end(
     target: SimulatedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.gpu_target._CHUNK_ELEMENTS", 8)
+    monkeypatch.setattr("bench.gpu.target._CHUNK_ELEMENTS", 8)
     array = np.zeros((3, 7), np.float32)
     fill(target, array, np.arange(5, dtype=np.float32))
     expected = np.resize(np.resize(np.arange(5), 8), 21).reshape(3, 7)

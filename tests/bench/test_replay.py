@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bench.gpu_target import tensor_flops_per_s
+from bench.gpu.target import tensor_flops_per_s
 from bench.model_ops import record_model
 from bench.op_work import work_of
 from bench.recorded_call import CallView, operand_bytes, positions, used_blocks, visible_keys

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.capacity_lengths import RequestSize
+from bench.capacity.lengths import RequestSize
 from rawpaged.request import Request
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
@@ -133,7 +133,7 @@ class BeamRecord:
 
 
 def read_beam_record(path: Path) -> BeamRecord:
-    """What `bench.capacity_beams` wrote; raises ValueError for anything else."""
+    """What `bench.capacity.beams` wrote; raises ValueError for anything else."""
     record = json.loads(path.read_text(encoding="utf-8"))
     searches = {
         int(width): [list(_steps(search.split(), int(width))) for search in found]

@@ -9,11 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from bench.gpu_matmul import random_linear
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
-from bench.gpu_timing import Work, cold_copies, copy_bandwidth, summarize, time_device
+from bench.gpu.matmul import random_linear
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
+from bench.gpu.timing import Work, cold_copies, copy_bandwidth, summarize, time_device
 from rawpaged.gpu.backend import CudaBackend
 from rawpaged.gpu.linear import Linear, PackedLinear, bytes_moved, flops, workspace_size
 from rawpaged.gpu.linear_kernels import MOST_SLICES, Epilogue, Mode

@@ -10,9 +10,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from bench.gpu_recorder import Recorder
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
+from bench.gpu.recorder import Recorder
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
 
 _PROGRAM = "compute-sanitizer"
 _RUNS = (

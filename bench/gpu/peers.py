@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from bench.gpu_timing import graph_rounds, time_replays
+from bench.gpu.timing import graph_rounds, time_replays
 from bench.roofline import Model
 from bench.timing import Timing
 from rawpaged.gpu.device import Device
@@ -110,7 +110,7 @@ def attention_seconds(torch: Any, model: Model, batch: int, tokens: int, seconds
 
 
 def _time_torch(torch: Any, call: Callable[[], None], seconds: float) -> Timing:
-    """As bench.gpu_timing.time_device, with torch's own graphs and events."""
+    """As bench.gpu.timing.time_device, with torch's own graphs and events."""
 
     def clock(work: Callable[[], None]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from bench.gpu_peers import Cublas
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target, fill
-from bench.gpu_timing import Work, cold_copies, copy_bandwidth, summarize, time_device
+from bench.gpu.peers import Cublas
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target, fill
+from bench.gpu.timing import Work, cold_copies, copy_bandwidth, summarize, time_device
 from rawpaged.gpu.backend import CudaBackend
 from rawpaged.gpu.linear import PackedLinear, bytes_moved, flops
 

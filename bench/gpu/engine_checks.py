@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from bench.gpu_recorder import Recorder
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
+from bench.gpu.recorder import Recorder
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
 from rawpaged.backend import KVCache
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.engine import Engine

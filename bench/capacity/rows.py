@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.capacity_experiments import BLOCK_SIZE, Settings, Workload
-from bench.capacity_sharing import Sharing
-from bench.capacity_simulator import Outcome
-from bench.capacity_tables import Results
+from bench.capacity.experiments import BLOCK_SIZE, Settings, Workload
+from bench.capacity.sharing import Sharing
+from bench.capacity.simulator import Outcome
+from bench.capacity.tables import Results
 from bench.rows import Origin, append_row, make_row
 
 Case = tuple[str, Mapping[str, object], Mapping[str, object]]

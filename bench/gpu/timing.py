@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.gpu_target import Target
+from bench.gpu.target import Target
 from bench.timing import Timing
 
 _WARM_UP_CALLS = 2

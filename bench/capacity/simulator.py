@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.capacity_accounts import Accounts, MemoryShares, leap_seconds
-from bench.capacity_allocators import Allocator, Grant
-from bench.capacity_arrivals import Arrival
-from bench.capacity_model import StepModel, SwapModel
+from bench.capacity.accounts import Accounts, MemoryShares, leap_seconds
+from bench.capacity.allocators import Allocator, Grant
+from bench.capacity.arrivals import Arrival
+from bench.capacity.model import StepModel, SwapModel
 
 MAX_NUM_SEQS = 256
 """Most requests in a step; vLLM's default of the time."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.capacity_lengths import RequestSize
+from bench.capacity.lengths import RequestSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.capacity_buddy import BuddyAllocator
-from bench.capacity_lengths import RequestSize
+from bench.capacity.buddy import BuddyAllocator
+from bench.capacity.lengths import RequestSize
 from rawpaged.request import Request
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager

@@ -14,8 +14,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench import capacity_paper as paper
-from bench.capacity_experiments import (
+from bench.capacity import paper
+from bench.capacity.experiments import (
     BLOCK_SIZES,
     Settings,
     Workload,
@@ -27,12 +27,12 @@ from bench.capacity_experiments import (
     run_system,
     systems,
 )
-from bench.capacity_lengths import ALPACA, SHAREGPT
-from bench.capacity_model import A100_40GB, OPT_13B, StepModel
-from bench.capacity_rows import write_rows
-from bench.capacity_sharing import read_beam_record
-from bench.capacity_tables import Results, all_tables, write_tables
-from bench.capacity_trace import COLUMNS, read_trace
+from bench.capacity.lengths import ALPACA, SHAREGPT
+from bench.capacity.model import A100_40GB, OPT_13B, StepModel
+from bench.capacity.rows import write_rows
+from bench.capacity.sharing import read_beam_record
+from bench.capacity.tables import Results, all_tables, write_tables
+from bench.capacity.trace import COLUMNS, read_trace
 from bench.rows import Origin, command_line
 from rawpaged.errors import ConfigError
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         write_tables(options.out / "capacity.md", tables)
         if not options.no_plots:
-            from bench.capacity_plots import write_plots
+            from bench.capacity.plots import write_plots
 
             write_plots(options.out / "images", results)
     if options.output is not None:

@@ -6,18 +6,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.capacity_allocators import (
+from bench.capacity.allocators import (
     Allocator,
     ContiguousSlabs,
     DemandMappedMemory,
     OrcaReservation,
     PagedBlocks,
 )
-from bench.capacity_arrivals import all_at_once, poisson
-from bench.capacity_lengths import Dataset, RequestSize
-from bench.capacity_model import StepModel, SwapModel
-from bench.capacity_sharing import BeamRecord, Sharing, measure_sharing
-from bench.capacity_simulator import Outcome, Simulation
+from bench.capacity.arrivals import all_at_once, poisson
+from bench.capacity.lengths import Dataset, RequestSize
+from bench.capacity.model import StepModel, SwapModel
+from bench.capacity.sharing import BeamRecord, Sharing, measure_sharing
+from bench.capacity.simulator import Outcome, Simulation
 
 BLOCK_SIZE = 16
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

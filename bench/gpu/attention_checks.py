@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.gpu_checks import UNIT_ROUNDOFF, DeviceOps, each_dtype
-from bench.gpu_recorder import Recorder
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
+from bench.gpu.checks import UNIT_ROUNDOFF, DeviceOps, each_dtype
+from bench.gpu.recorder import Recorder
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
 from rawpaged.backend import BatchMeta, KVCache, KVScales
 from rawpaged.errors import BackendError
 from rawpaged.gpu.backend import CudaBackend

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu_peers import import_torch
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
+from bench.gpu.peers import import_torch
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
 
 _STEPS = 20
 

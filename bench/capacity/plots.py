@@ -8,9 +8,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench import capacity_paper as paper
-from bench.capacity_experiments import WIDTHS, Workload
-from bench.capacity_plot_style import (
+from bench.capacity import paper
+from bench.capacity.experiments import WIDTHS, Workload
+from bench.capacity.plot_style import (
     BLUE,
     GREEN,
     ORANGE,
@@ -25,8 +25,8 @@ from bench.capacity_plot_style import (
     name_systems,
     panels,
 )
-from bench.capacity_sharing import Sharing
-from bench.capacity_tables import Results
+from bench.capacity.sharing import Sharing
+from bench.capacity.tables import Results
 
 _DPI = 150
 

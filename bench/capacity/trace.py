@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.capacity_lengths import RequestSize
+from bench.capacity.lengths import RequestSize
 from rawpaged.errors import ConfigError
 from rawpaged.models.fields import json_complaint, show
 from rawpaged.weights.files import unique_keys

@@ -10,11 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from bench.gpu_matmul import random_linear
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target, fill
-from bench.gpu_timing import copy_bandwidth, time_replays
+from bench.gpu.matmul import random_linear
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target, fill
+from bench.gpu.timing import copy_bandwidth, time_replays
 from bench.roofline import Gpu, Model, Step, parts_of, step_seconds
 from rawpaged.engine.input_batch import make_batch
 from rawpaged.engine.model_runner import ModelRunner

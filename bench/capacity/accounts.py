@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from bench.capacity_allocators import Grant
+from bench.capacity.allocators import Grant
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from bench.attention_cases import BLOCK_SIZE
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target, fill
-from bench.gpu_timing import Work, cold_copies, copy_bandwidth, summarize, time_device
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target, fill
+from bench.gpu.timing import Work, cold_copies, copy_bandwidth, summarize, time_device
 from bench.roofline import Model
 from rawpaged.gpu.backend import CudaBackend
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
@@ -135,7 +135,7 @@ def _rope_and_store_kv(arrays: _Arrays, rows: int, copies: int) -> list[Callable
 
 
 def _sampling_cases(arrays: _Arrays, rows: int) -> list[_Case]:
-    """The kernels alone; bench/gpu_launch.py has the backend's call with its copies."""
+    """The kernels alone; bench/gpu/launch.py has the backend's call with its copies."""
     vocab_size = arrays.model.vocab_size
     op = Sampling(arrays.target.device.loader, vocab_size=vocab_size)
     upload, empty = arrays.target.device.upload, arrays.target.device.empty

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
-from bench.gpu_timing import time_replays
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
+from bench.gpu.timing import time_replays
 from rawpaged.gpu.backend import CudaBackend
 from tests.ops.sampling_suite import sampling_rows
 

@@ -1,4 +1,4 @@
-"""Records which beams survive: `python -m bench.capacity_beams`.
+"""Records which beams survive: `python -m bench.capacity.beams`.
 
 How much beams share depends on the model and the text, so a simulation over lengths needs a record
 of a real search. This one searches with a model of this project, keeps of every step which beam of
@@ -93,7 +93,7 @@ def record_parents(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the record."""
-    parser = argparse.ArgumentParser(prog="python -m bench.capacity_beams", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.capacity.beams", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=320, help="tokens of each beam")
     parser.add_argument("--output", type=Path, default=RECORD)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.gpu_recorder import Recorder
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
+from bench.gpu.recorder import Recorder
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
 from rawpaged.backend import SamplingRows, TokenLogprobRows
 from rawpaged.cpu.backend import CpuBackend
 from rawpaged.gpu.backend import CudaBackend

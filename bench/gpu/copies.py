@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from bench.attention_cases import BLOCK_SIZE
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target
-from bench.gpu_timing import Work, copy_bandwidth, summarize, time_device, time_queued
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target
+from bench.gpu.timing import Work, copy_bandwidth, summarize, time_device, time_queued
 from rawpaged.gpu.backend import CudaBackend
 
 _ROUNDS = 3

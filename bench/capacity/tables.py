@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import capacity_paper as paper
-from bench.capacity_experiments import (
+from bench.capacity import paper
+from bench.capacity.experiments import (
     BLOCK_SIZE,
     PREFIX_LENS,
     PreemptionCost,
@@ -15,8 +15,8 @@ from bench.capacity_experiments import (
     SystemResult,
     Workload,
 )
-from bench.capacity_sharing import Sharing
-from bench.capacity_simulator import Outcome
+from bench.capacity.sharing import Sharing
+from bench.capacity.simulator import Outcome
 
 
 @dataclass(frozen=True, slots=True)

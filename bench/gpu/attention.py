@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.attention_cases import BLOCK_SIZE, attention_flops, make_batch
-from bench.gpu_peers import attention_seconds, import_torch
-from bench.gpu_recorder import Recorder, Results
-from bench.gpu_sizes import Sizes
-from bench.gpu_target import Target, fill
-from bench.gpu_timing import Work, cold_copies, copy_bandwidth, summarize, time_device
+from bench.gpu.peers import attention_seconds, import_torch
+from bench.gpu.recorder import Recorder, Results
+from bench.gpu.sizes import Sizes
+from bench.gpu.target import Target, fill
+from bench.gpu.timing import Work, cold_copies, copy_bandwidth, summarize, time_device
 from bench.replay_operands import new_cache
 from bench.roofline import Model, Step
 from rawpaged.backend import LARGEST_ELEMENT

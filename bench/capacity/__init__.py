@@ -1,0 +1,1 @@
+"""Simulated serving over lengths of requests: the PagedAttention paper's tables."""

@@ -1,0 +1,1 @@
+"""Checks and timings on a GPU; `bench.gpu_suite` runs them."""
