@@ -1,140 +1,369 @@
-"""Paged attention over a ragged batch, with the exact maximum first and no rescaling.
+"""Paged attention over a ragged batch, in partitions of keys.
 
-One task is a tile of queries of one request and one KV head; its rows are (token, query head of
-the group). Scores of all visible keys go to scratch, then each row's maximum, exponentials and
-sum, then the weighted values in the order of positions. Nothing that a row computes depends on
-the rest of its tile, so chunking and batching cannot change a bit: keys that a row may not see
+One task is a tile of queries of one request and one KV head (`attention_work.py`); its rows are
+(token, query head of the group). For each partition of PARTITION positions the scores of all keys
+go to scratch, then each row's maximum, exponentials (powers of two, for which queries are scaled)
+and sum, then the weighted values. Results of
+partitions are joined from the first to the last, rescaled to the larger maximum (Milakov and
+Gimelshein 2018). Partitions lie at multiples of PARTITION, so nothing that a row computes depends
+on the rest of its tile, and chunking and batching cannot change a bit: keys that a row may not see
 get weight 0, and adding 0 * v is exact for the finite values that the request itself wrote.
 Slots past the tile's last key are never read as values (their scores are computed and ignored).
 
-Caches of bytes are widened to float32 block by block. Their scales are factors of a whole head, so
-they go into the queries and into the division by the sum.
+Scales of a cache of bytes are factors of a whole head, so they go into the queries and into the
+division by the sum.
 """
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
-from rawpaged.cpu.attention_work import TILE_ROWS
-from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.floats import exp, sum_of
-from rawpaged.cpu.kv_elements import widened, widening_scratch
-from rawpaged.cpu.tiles import accumulate
+from rawpaged.backend import AttentionPlan, KVCache
+from rawpaged.cpu.arguments import RowsOf
+from rawpaged.cpu.attention_kernels import (
+    AHEAD,
+    MOST_ROWS,
+    STRIP,
+    make_score_kernel,
+    make_value_kernel,
+)
+from rawpaged.cpu.attention_work import MAX_SLOTS, PARTITION, TILE_ROWS, AttentionWork
+from rawpaged.cpu.compiling import Kernel, kernel, set_variant
+from rawpaged.cpu.floats import power_of_two, row_of, stored_like
+from rawpaged.cpu.key_groups import (
+    LIST_LENGTH,
+    key_line_bytes,
+    key_scratch,
+    list_groups,
+    value_scratch,
+)
+from rawpaged.cpu.kv_cache import scales_of
+from rawpaged.cpu.products import Arithmetic, x_bytes_of_step
+from rawpaged.cpu.softmax_kernel import make_softmax_kernel
+from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.vector_ir import LANES
+
+Float32 = npt.NDArray[np.float32]
 
 _ZERO = np.float32(0.0)
+_LOG2_E = 1.4426950408889634
+
+
+def _make_partition(arithmetic: Arithmetic) -> Any:
+    """njit code for one partition of one task."""
+    run_scores = make_score_kernel(arithmetic)
+    run_strip = make_value_kernel(arithmetic, STRIP)
+    run_vector = make_value_kernel(arithmetic, 1)
+    run_softmax = make_softmax_kernel(bfloat16=arithmetic == "bfloat16_dot")
+    bytes_of_step = x_bytes_of_step(arithmetic)
+
+    def attend(queries, scores, weights, values, states, bounds, listed, line_bytes, count):
+        """values = weighted values of the partition's `count` groups, states = (maximum, sum).
+
+        A row sees the keys [bounds[row, 0], bounds[row, 1]) of the partition; if that is none, its
+        state is zeros. listed[0] are the groups of keys, listed[1] those of values.
+        """
+        rows, width = values.shape
+        steps = queries.shape[1] * queries.itemsize // bytes_of_step
+        padded = (count + AHEAD - 1) // AHEAD * AHEAD
+        num_tiles = (rows + MOST_ROWS - 1) // MOST_ROWS
+        values[:] = _ZERO
+        for tile in range(num_tiles):
+            low = rows * tile // num_tiles
+            high = rows * (tile + 1) // num_tiles
+            run_scores(
+                high - low,
+                queries.ctypes.data + low * queries.strides[0],
+                queries.strides[0],
+                listed.ctypes.data,
+                padded,
+                steps,
+                line_bytes,
+                scores.ctypes.data + low * scores.strides[0],
+                scores.strides[0],
+            )
+            for row in range(low, high):
+                if bounds[row, 0] < bounds[row, 1]:
+                    run_softmax(
+                        weights.ctypes.data + row * weights.strides[0],
+                        scores.ctypes.data + row * scores.strides[0],
+                        bounds[row, 0],
+                        bounds[row, 1],
+                        count,
+                        states.ctypes.data + row * states.strides[0],
+                    )
+                else:
+                    weights[row, : LANES * count] = 0
+                    states[row] = _ZERO
+            for first in range(0, count, AHEAD):
+                source = weights.ctypes.data + low * weights.strides[0]
+                source += LANES * weights.itemsize * first
+                groups = listed.ctypes.data + listed.strides[0] + 8 * first
+                number = min(AHEAD, count - first)
+                column = 0
+                while column < width:
+                    target = values.ctypes.data + low * values.strides[0] + 4 * column
+                    if column + LANES * STRIP <= width:
+                        run_strip(
+                            high - low,
+                            source,
+                            weights.strides[0],
+                            groups,
+                            number,
+                            4 * width,
+                            4 * column,
+                            target,
+                            values.strides[0],
+                        )
+                        column += LANES * STRIP
+                    else:
+                        run_vector(
+                            high - low,
+                            source,
+                            weights.strides[0],
+                            groups,
+                            number,
+                            4 * width,
+                            4 * column,
+                            target,
+                            values.strides[0],
+                        )
+                        column += LANES
+
+    return njit(nogil=True)(set_variant(attend, arithmetic))
+
+
+def _make_kernel(arithmetic: Arithmetic) -> Kernel:
+    attend = _make_partition(arithmetic)
+    element = np.uint16 if arithmetic == "bfloat16_dot" else np.float32
+
+    def attention_tasks(
+        out,  # rows f32[num_heads * head_dim]
+        q,  # rows f32[num_heads * head_dim]
+        cache_keys,
+        cache_values,
+        key_scale,  # f32[num_kv_heads], 1 for caches of floats
+        value_scale,
+        positions,  # i32[num_tokens]
+        block_tables,  # i32[num_reqs, max_blocks]
+        tasks,  # i32[num_tasks, TASK_FIELDS]
+        slot_states,  # f32[slots, group, 2]
+        slot_values,  # f32[slots, group, width]
+        scale,  # of scores, times log2(e)
+        window,  # last positions that a query sees, 0: all
+        start,
+        stop,
+    ):
+        """Run tasks [start, stop)."""
+        head_dim = cache_keys.shape[2] * cache_keys.shape[4]
+        group = q.columns // head_dim // cache_keys.shape[1]
+        width = cache_values.shape[3]
+        capacity = max(TILE_ROWS, group)
+        queries = np.empty((capacity, head_dim), element)
+        scores = np.empty((capacity, PARTITION + LANES), np.float32)
+        weights = np.empty((capacity, PARTITION + LANES), element)
+        values = np.empty((2, capacity, width), np.float32)
+        states = np.empty((2, capacity, 2), np.float32)
+        bounds = np.empty((capacity, 2), np.int64)
+        listed = np.empty((2, LIST_LENGTH), np.int64)
+        wide_keys = key_scratch(cache_keys)
+        wide_values = value_scratch(cache_values)
+        for task in range(start, stop):
+            request, head, first, last, first_partition, last_partition, slot = tasks[task]
+            rows = (last - first) * group
+            own = positions[first:last]
+            end = own[-1] + 1
+            table = block_tables[request]
+            for row in range(rows):
+                source = _head_of(q, first + row // group, head * group + row % group, head_dim)
+                _scale(queries[row], source, scale * key_scale[head])
+            states[0, :rows] = _ZERO
+            for partition in range(first_partition, last_partition):
+                origin = partition * PARTITION
+                seen = _find_bounds(bounds[:rows], own, group, origin, window)
+                if seen:
+                    list_groups(
+                        listed[0],
+                        listed[1],
+                        cache_keys,
+                        cache_values,
+                        table,
+                        head,
+                        origin,
+                        end,
+                        wide_keys,
+                        wide_values,
+                    )
+                    attend(
+                        queries[:rows],
+                        scores,
+                        weights,
+                        values[1, :rows],
+                        states[1, :rows],
+                        bounds,
+                        listed,
+                        key_line_bytes(cache_keys),
+                        (min(end - origin, PARTITION) + LANES - 1) // LANES,
+                    )
+                else:
+                    states[1, :rows] = _ZERO
+                if slot >= 0:
+                    slot_states[slot + partition - first_partition] = states[1, :rows]
+                    slot_values[slot + partition - first_partition] = values[1, :rows]
+                else:
+                    for row in range(rows):
+                        _join(states[0, row], values[0, row], states[1, row], values[1, row])
+            if slot < 0:
+                for row in range(rows):
+                    token, query_head = first + row // group, head * group + row % group
+                    target = _head_of(out, token, query_head, head_dim)
+                    _finish(target, states[0, row], values[0, row], value_scale[head])
+
+    return Kernel(attention_tasks, variant=arithmetic)
 
 
 @njit(nogil=True)
-def _softmax_weights(row, low, high):
-    """row[low:high] = exp(row - max), zeros elsewhere; returns their sum.
+def _head_of(rows, token, head, head_dim):
+    """f32[head_dim] of one token."""
+    return row_of(rows, token)[head * head_dim : (head + 1) * head_dim]
 
-    The row starts at a multiple of the block size, so that a position's chain in the sum does
-    not depend on the tile.
-    """
-    seen = row[low:high]
-    most = seen[0]
-    for i in range(seen.shape[0]):
-        most = max(most, seen[i])
-    for i in range(seen.shape[0]):
-        seen[i] = exp(seen[i] - most)
-    row[:low] = _ZERO
-    row[high:] = _ZERO
-    return sum_of(row[:high])
+
+@njit(nogil=True)
+def _scale(target, source, factor):
+    for i in range(target.shape[0]):
+        target[i] = stored_like(source[i] * factor, target)
+
+
+@njit(nogil=True)
+def _find_bounds(bounds, positions, group, origin, window):
+    """The keys that each row sees of the partition at `origin`; whether there are any."""
+    seen = False
+    for row in range(bounds.shape[0]):
+        end = positions[row // group] + 1
+        low = max(0, end - window - origin) if window > 0 else 0
+        high = min(end - origin, PARTITION)
+        bounds[row, 0] = low
+        bounds[row, 1] = high
+        seen |= low < high
+    return seen
+
+
+@njit(nogil=True, error_model="numpy")
+def _join(state, values, more_state, more_values):
+    """Add a partition's values f32[width] to those before it; states are (maximum, sum)."""
+    if more_state[1] == _ZERO:
+        return
+    if state[1] == _ZERO:
+        state[:] = more_state
+        values[:] = more_values
+        return
+    larger = max(state[0], more_state[0])
+    own = power_of_two(state[0] - larger)
+    other = power_of_two(more_state[0] - larger)
+    state[0] = larger
+    state[1] = state[1] * own + more_state[1] * other
+    for i in range(values.shape[0]):
+        values[i] = values[i] * own + more_values[i] * other
+
+
+@njit(nogil=True, error_model="numpy")
+def _finish(out, state, values, value_scale):
+    inverse = value_scale / state[1]
+    for i in range(out.shape[0]):
+        out[i] = values[i] * inverse
 
 
 @kernel
-def attention_tasks(
-    out,  # f32[num_tokens, num_heads, head_dim]
-    q,  # f32[num_tokens, num_heads, head_dim]
-    cache_keys,
-    cache_values,
-    key_scale,  # f32[num_kv_heads], 1 for caches of floats
+def merge_slots(
+    out,  # rows f32[num_heads * head_dim]
+    merges,  # i32[num_merges, MERGE_FIELDS]
+    slot_states,
+    slot_values,
     value_scale,
-    positions,  # i32[num_tokens]
-    block_tables,  # i32[num_reqs, max_blocks]
-    tasks,  # i32[num_tasks, 4]
-    max_seq_len,
-    scale,
-    window,  # last positions that a query sees, 0: all
+    head_dim,
     start,
     stop,
 ):
-    """Run tasks [start, stop)."""
-    head_dim = q.shape[2]
-    group = q.shape[1] // cache_keys.shape[1]
-    block_size = cache_keys.shape[3]
-    width = cache_values.shape[3]
-    most_rows = max(TILE_ROWS, group)
-    padded = (max_seq_len + block_size - 1) // block_size * block_size
-    queries = np.empty((most_rows, head_dim), np.float32)
-    scores = np.empty((most_rows, padded), np.float32)
-    sums = np.empty(most_rows, np.float32)
-    weighted = np.empty((most_rows, width), np.float32)
-    key_scratch = widening_scratch(cache_keys)
-    value_scratch = widening_scratch(cache_values)
-    for task in range(start, stop):
-        request, head, first, last = tasks[task]
-        rows = (last - first) * group
-        end = positions[last - 1] + 1
-        begin = max(0, positions[first] + 1 - window) if window > 0 else 0
-        table = block_tables[request]
-        first_block = begin // block_size
-        last_block = (end + block_size - 1) // block_size
+    """Join the partitions of split tasks, for merges [start, stop)."""
+    group, width = slot_values.shape[1:]
+    values = np.empty(width, np.float32)
+    state = np.empty(2, np.float32)
+    for merge in range(start, stop):
+        row, head, first_slot, num_slots = merges[merge]
+        for g in range(group):
+            state[:] = _ZERO
+            for slot in range(first_slot, first_slot + num_slots):
+                _join(state, values, slot_states[slot, g], slot_values[slot, g])
+            target = _head_of(out, row, head * group + g, head_dim)
+            _finish(target, state, values, value_scale[head])
 
-        key_factor = scale * key_scale[head]
-        for t in range(first, last):
-            for g in range(group):
-                source = q[t, head * group + g]
-                target = queries[(t - first) * group + g]
-                for i in range(head_dim):
-                    target[i] = source[i] * key_factor
-        # scores[row, position - origin] for positions in [origin, last_block * block_size)
-        origin = first_block * block_size
-        scores[:rows, : last_block * block_size - origin] = _ZERO
-        for block in range(first_block, last_block):
-            keys = widened(cache_keys, table[block], head, key_scratch)
-            column = block * block_size - origin
-            accumulate(
-                keys,
-                queries.ctypes.data,
-                queries.strides[0],
-                rows,
-                keys.ctypes.data,
-                keys.strides[0],
-                scores.ctypes.data + 4 * column,
-                scores.strides[0],
-                block_size,
-                head_dim,
+
+ATTENTION_KERNELS: dict[Arithmetic, Kernel] = {
+    arithmetic: _make_kernel(arithmetic) for arithmetic in get_args(Arithmetic)
+}
+
+
+class AttentionOp:
+    """Attention of a planned step; keeps room for split tasks."""
+
+    def __init__(self, team: ThreadTeam, pairs: Arithmetic) -> None:
+        """`pairs` is the arithmetic for caches of pairs; that for float32 is float32."""
+        self._team = team
+        self._pairs = pairs
+        self._room: dict[tuple[int, int], tuple[Float32, Float32]] = {}
+
+    def __call__(
+        self,
+        out: Float32,
+        q: Float32,
+        cache: KVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> None:
+        work: AttentionWork = plan.work
+        slot_states, slot_values = self._slots(q.shape[1] // cache.keys.shape[1], cache)
+        key_scale, value_scale = scales_of(cache)
+        arithmetic: Arithmetic = "float32" if cache.keys.shape[4] == 1 else self._pairs
+        self._team.run(
+            ATTENTION_KERNELS[arithmetic],
+            work.num_tasks,
+            RowsOf(out),
+            RowsOf(q),
+            cache.keys,
+            cache.values,
+            key_scale,
+            value_scale,
+            plan.positions,
+            plan.block_tables,
+            work.tasks,
+            slot_states,
+            slot_values,
+            np.float32(scale * _LOG2_E),
+            sliding_window or 0,
+        )
+        self._team.run(
+            merge_slots,
+            work.num_merges,
+            RowsOf(out),
+            work.merges,
+            slot_states,
+            slot_values,
+            value_scale,
+            q.shape[2],
+        )
+
+    def _slots(self, group: int, cache: KVCache) -> tuple[Float32, Float32]:
+        """Room that all layers use; the system gives it when it is first written."""
+        width = cache.values.shape[3]
+        if (group, width) not in self._room:
+            self._room[group, width] = (
+                np.empty((MAX_SLOTS, group, 2), np.float32),
+                np.empty((MAX_SLOTS, group, width), np.float32),
             )
-        for t in range(first, last):
-            low = max(0, positions[t] + 1 - window) if window > 0 else 0
-            for g in range(group):
-                row = (t - first) * group + g
-                sums[row] = _softmax_weights(
-                    scores[row, : end - origin], low - origin, positions[t] + 1 - origin
-                )
-        weighted[:rows] = _ZERO
-        for block in range(first_block, last_block):
-            values = widened(cache_values, table[block], head, value_scratch)
-            column = block * block_size - origin
-            accumulate(
-                values,
-                scores.ctypes.data + 4 * column,
-                scores.strides[0],
-                rows,
-                values.ctypes.data,
-                values.strides[0],
-                weighted.ctypes.data,
-                weighted.strides[0],
-                width,
-                min(block_size, end - block * block_size),
-            )
-        for t in range(first, last):
-            for g in range(group):
-                row = (t - first) * group + g
-                inverse = value_scale[head] / sums[row]
-                source = weighted[row]
-                target = out[t, head * group + g]
-                for i in range(head_dim):
-                    target[i] = source[i] * inverse
+        return self._room[group, width]

@@ -23,6 +23,7 @@ from rawpaged.backend import (
 )
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.activation import silu_and_mul_rows
+from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.attention_work import split_work
 from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.cpu.cache_ops import CacheOps
@@ -147,7 +148,7 @@ class CpuBackend:
     # Execution
 
     def plan(self, meta: BatchMeta, *, num_heads: int, num_kv_heads: int) -> AttentionPlan:
-        work = split_work(meta, num_heads, num_kv_heads)
+        work = split_work(meta, num_heads, num_kv_heads, self.num_threads)
         return AttentionPlan(
             token_ids=meta.token_ids,
             positions=meta.positions,
@@ -164,7 +165,10 @@ class CpuBackend:
         self, *, num_heads: int, num_kv_heads: int, max_model_len: int
     ) -> StaticPlans | None:
         return DecodePlans(
-            num_heads=num_heads, num_kv_heads=num_kv_heads, max_model_len=max_model_len
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            max_model_len=max_model_len,
+            num_threads=self.num_threads,
         )
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
@@ -185,9 +189,7 @@ class CpuBackend:
     def rms_norm(self, out: Float32, x: Float32, weight: Float32, eps: float) -> None:
         fits = out.shape == x.shape and weight.shape == x.shape[-1:]
         check_shapes(fits, out=out, x=x, weight=weight)
-        if x.ndim == 2:
-            out, x = out[:, None, :], x[:, None, :]
-        self._rows(rms_norm_rows, out, out, x, weight, eps)
+        self._rows(rms_norm_rows, out, RowsOf(out), RowsOf(x), weight, eps)
 
     def add_rms_norm(
         self, out: Float32, x: Float32, residual: Float32, weight: Float32, eps: float
@@ -199,7 +201,8 @@ class CpuBackend:
             residual=residual,
             weight=weight,
         )
-        self._rows(add_rms_norm_rows, out, out, x, residual, weight, eps)
+        rows = (RowsOf(out), RowsOf(x), RowsOf(residual))
+        self._rows(add_rms_norm_rows, out, *rows, weight, eps)
 
     def linear(self, out: Float32, x: Float32, weight: LinearWeight) -> None:
         packed = _packed(weight)
@@ -246,11 +249,11 @@ class CpuBackend:
 
     def silu_and_mul(self, out: Float32, gate_up: Float32) -> None:
         check_shapes(gate_up.shape == (len(out), 2 * out.shape[1]), out=out, gate_up=gate_up)
-        self._rows(silu_and_mul_rows, gate_up, out, gate_up)
+        self._rows(silu_and_mul_rows, gate_up, RowsOf(out), RowsOf(gate_up))
 
     def gather_rows(self, out: Float32, x: Float32, rows: npt.NDArray[np.int32]) -> None:
         check_shapes(out.shape == (len(rows), x.shape[1]), out=out, x=x, rows=rows)
-        self._rows(gather_row_indices, out, out, x, rows)
+        self._rows(gather_row_indices, out, RowsOf(out), RowsOf(x), rows)
 
     def edit_logits(self, logits: Float32, edits: LogitEdits) -> None:
         self._team.run(

@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from rawpaged.backend import AttentionPlan, KVCache, KVScales, check_block_pairs, check_scales
 from rawpaged.cpu import kv_cache
-from rawpaged.cpu.attention import attention_tasks
-from rawpaged.cpu.attention_work import AttentionWork
+from rawpaged.cpu.arguments import RowsOf
+from rawpaged.cpu.attention import AttentionOp
 from rawpaged.cpu.checks import check_shapes
 from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
-from rawpaged.cpu.linear import ROW_GRAIN
+from rawpaged.cpu.linear import ROW_GRAIN, best_arithmetic
+from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.rope import rope_and_store_rows
 from rawpaged.cpu.threads import ThreadTeam
 
@@ -30,6 +31,9 @@ class CacheOps:
         self.dtype = dtype
         self.cache_dtype = cache_dtype
         self._team = team
+        # Queries and weights stay float32 where the model is, whatever the cache holds.
+        pairs: Arithmetic = "bfloat16" if dtype == "float32" else best_arithmetic(dtype)
+        self._attention = AttentionOp(team, pairs)
 
     def new_kv_cache(
         self,
@@ -63,7 +67,8 @@ class CacheOps:
         slot_mapping: npt.NDArray[np.int64],
     ) -> None:
         check_shapes(
-            k.shape == v.shape == (len(slot_mapping), *cache.keys.shape[1:3])
+            k.shape == v.shape
+            and k.shape == (len(slot_mapping), cache.keys.shape[1], kv_cache.head_dim_of(cache))
             and len(q) == len(positions) == len(slot_mapping)
             and q.shape[2] == k.shape[2] == cos_sin.shape[1],
             q=q,
@@ -82,9 +87,9 @@ class CacheOps:
             len(q),
             cache.keys,
             cache.values,
-            q,
-            k,
-            v,
+            RowsOf(q),
+            RowsOf(k),
+            RowsOf(v),
             positions,
             cos_sin,
             slot_mapping,
@@ -123,24 +128,9 @@ class CacheOps:
         sliding_window: int | None,
     ) -> None:
         check_shapes(
-            out.shape == q.shape and q.shape[2] == cache.keys.shape[2],
+            out.shape == q.shape and q.shape[2] == kv_cache.head_dim_of(cache),
             out=out,
             q=q,
             cache=cache.keys,
         )
-        work: AttentionWork = plan.work
-        self._team.run(
-            attention_tasks,
-            len(work.tasks),
-            out,
-            q,
-            cache.keys,
-            cache.values,
-            *kv_cache.scales_of(cache),
-            plan.positions,
-            plan.block_tables,
-            work.tasks,
-            work.max_seq_len,
-            np.float32(scale),
-            sliding_window or 0,
-        )
+        self._attention(out, q, cache, plan, scale=scale, sliding_window=sliding_window)

@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic, overload
 
+from rawpaged.cpu.vector_ir import POWER_OF_TWO
+
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH = np.float32(0.693145752)
 _LN2_LOW = np.float32(1.42860677e-6)
@@ -27,6 +29,7 @@ _C2 = np.float32(8.3334519073e-3)
 _C3 = np.float32(4.1665795894e-2)
 _C4 = np.float32(1.6666665459e-1)
 _C5 = np.float32(5.0000001201e-1)
+_P0, _P1, _P2, _P3, _P4 = (np.float32(coefficient) for coefficient in POWER_OF_TWO[:-1])
 
 
 @njit(nogil=True, inline="always")
@@ -38,6 +41,17 @@ def exp(x):
     r = r - n * _LN2_LOW
     p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
     p = p * (r * r) + r + _ONE
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
+    return p * power.view(np.float32)
+
+
+@njit(nogil=True, inline="always")
+def power_of_two(x):
+    """2**x for float32 x <= 0, within 3 ulp above -126; about 1e-38 below."""
+    x = max(x, np.float32(-126.0))
+    n = np.rint(x)
+    r = x - n
+    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _ONE
     power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
     return p * power.view(np.float32)
 

@@ -1,10 +1,12 @@
 """The paged KV cache of one layer: its layout, and copies of blocks.
 
-keys    [num_blocks, num_kv_heads, head_dim, block_size]    16 keys side by side for the scores
-values  [num_blocks, num_kv_heads, block_size, value_dim]   value_dim: head_dim rounded up to 16
+keys    [num_blocks, num_kv_heads, head_dim / p, block_size, p]    keys side by side for the scores
+values  [num_blocks, num_kv_heads, block_size / p, value_dim, p]   value_dim: head_dim up to 16s
 
 Elements are float32, bfloat16 held in uint16, e4m3 held in uint8, or int8; the last two have a
-scale a KV head for keys and for values. A block is what moves, is shared and is copied.
+scale a KV head for keys and for values. p is 1 for float32, else 2: kernels multiply pairs
+(`products.py`), of neighbours in head_dim for keys, of neighbouring tokens for values. A block is
+what moves, is shared and is copied.
 """
 
 from __future__ import annotations
@@ -56,13 +58,23 @@ def new_kv_cache(
             f"block_size={block_size} is not a multiple of {LANES}, as the CPU backend needs"
         )
     element = ELEMENTS[cache_dtype]
+    pair = 1 if cache_dtype == "float32" else 2
+    if head_dim % pair:
+        raise BackendError(f"head_dim={head_dim} is odd; a cache of {cache_dtype} holds pairs")
+    key_shape = (num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
+    value_shape = (num_blocks, num_kv_heads, block_size // pair, value_dim(head_dim), pair)
     return KVCache(
-        keys=np.zeros((num_blocks, num_kv_heads, head_dim, block_size), element),
-        values=np.zeros((num_blocks, num_kv_heads, block_size, value_dim(head_dim)), element),
+        keys=np.zeros(key_shape, element),
+        values=np.zeros(value_shape, element),
         block_size=block_size,
         key_scale=None if scales is None else scales.keys,
         value_scale=None if scales is None else scales.values,
     )
+
+
+def head_dim_of(cache: KVCache) -> int:
+    """Numbers in a key."""
+    return int(cache.keys.shape[2] * cache.keys.shape[4])
 
 
 def scales_of(cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -81,13 +93,25 @@ def _unit_scale(num_kv_heads: int) -> npt.NDArray[np.float32]:
 def magnitudes(cache: KVCache, num_tokens: int) -> npt.NDArray[np.float32]:
     """Largest of keys and of values by head, f32[2, num_kv_heads], in the first slots."""
     assert cache.key_scale is None, "for a cache of floats"
-    by_slot = (np.moveaxis(cache.keys, 3, 1), np.moveaxis(cache.values, 2, 1))
     found = []
-    for pool in by_slot:
-        tokens = pool.reshape(-1, *pool.shape[2:])[:num_tokens]
+    for tokens in by_slot(cache, -(-num_tokens // cache.block_size)):
+        tokens = tokens[:num_tokens]
         floats = tokens.view(ml_dtypes.bfloat16) if tokens.dtype == np.uint16 else tokens
         found.append(np.abs(floats.astype(np.float32)).max(axis=(0, 2)))
     return np.array(found, np.float32)
+
+
+def by_slot(cache: KVCache, num_blocks: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Copies of keys and values of the first blocks, [slots, num_kv_heads, head_dim or value_dim].
+
+    Elements are as they are held.
+    """
+    keys, values = cache.keys[:num_blocks], cache.values[:num_blocks]
+    slots, heads = num_blocks * cache.block_size, keys.shape[1]
+    return (
+        keys.transpose(0, 3, 1, 2, 4).reshape(slots, heads, -1),
+        values.transpose(0, 2, 4, 1, 3).reshape(slots, heads, -1),
+    )
 
 
 def as_words(pool: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Elements of a KV cache in njit code: what a number is stored as, and blocks read back.
+"""Elements of a KV cache in njit code: what a number is stored as, and what e4m3 stands for.
 
 float32, bfloat16 as uint16, and two types of one byte with a scale a KV head: FP8 (e4m3, of OCP's
 "8-bit Floating Point Specification", without infinities) as uint8, and int8. Bytes stand for
@@ -96,49 +96,3 @@ def _stored_scaled(x, scale, cache):
     if cache.dtype == types.int8:
         return lambda x, scale, cache: to_int8(x / scale)
     return lambda x, scale, cache: stored_like(x, cache)
-
-
-def widening_scratch(cache: Any) -> Any:
-    """Memory for `widened`: f32 of a head's part of a block, nothing for caches of floats."""
-    raise TypeError("widening_scratch is for compiled code")
-
-
-@overload(widening_scratch)
-def _widening_scratch(cache):
-    if cache.dtype in (types.uint8, types.int8):
-        return lambda cache: np.empty(cache.shape[2:], np.float32)
-    return lambda cache: np.empty((0, 0), np.float32)
-
-
-def widened(cache: Any, block: Any, head: Any, scratch: Any) -> Any:
-    """cache[block, head] as it is, or for bytes what they stand for, less the scale, in scratch."""
-    raise TypeError("widened is for compiled code")
-
-
-@overload(widened)
-def _widened(cache, block, head, scratch):
-    if cache.dtype == types.uint8:
-        return _widened_e4m3
-    if cache.dtype == types.int8:
-        return _widened_int8
-    return lambda cache, block, head, scratch: cache[block, head]
-
-
-def _widened_e4m3(cache, block, head, scratch):
-    source = cache[block, head]
-    for i in range(source.shape[0]):
-        row = source[i]
-        out = scratch[i]
-        for j in range(row.shape[0]):
-            out[j] = from_e4m3(row[j])
-    return scratch
-
-
-def _widened_int8(cache, block, head, scratch):
-    source = cache[block, head]
-    for i in range(source.shape[0]):
-        row = source[i]
-        out = scratch[i]
-        for j in range(row.shape[0]):
-            out[j] = np.float32(row[j])
-    return scratch

@@ -17,7 +17,8 @@ from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.compiling import Kernel, kernel
 from rawpaged.cpu.features import FEATURES, CpuFeatures
 from rawpaged.cpu.floats import row_of, stored_like
-from rawpaged.cpu.panel_kernel import PANEL, Arithmetic, make_panel_kernel
+from rawpaged.cpu.panel_kernel import PANEL, make_panel_kernel
+from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.threads import ThreadTeam
 
 MOST_ROWS = 8 if FEATURES.avx512f else 4
@@ -221,7 +222,7 @@ def embed_rows(out, token_ids, panels, start, stop):
     for t in range(start, stop):
         panel = token_ids[t] // PANEL
         column = token_ids[t] % PANEL
-        _unpack(out[t], panels[panel, :, column])
+        _unpack(row_of(out, t), panels[panel, :, column])
 
 
 def embed_table(
@@ -232,7 +233,7 @@ def embed_table(
 ) -> None:
     """out f32[n, in_features] = rows `token_ids` of the table."""
     grain = 1 + ROW_GRAIN // table.in_features
-    team.run(embed_rows, len(out), out, token_ids, table.panels, grain=grain)
+    team.run(embed_rows, len(out), RowsOf(out), token_ids, table.panels, grain=grain)
 
 
 def _unpack(row: Any, words: Any) -> None:

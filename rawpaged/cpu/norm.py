@@ -6,39 +6,37 @@ import numpy as np
 from numba import njit
 
 from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.floats import sum_of_squares
+from rawpaged.cpu.floats import row_of, sum_of_squares
 
 _ONE = np.float32(1.0)
 
 
-@njit(nogil=True)
-def _inverse_rms(row, eps):
-    """1 / sqrt(mean(row ** 2) + eps)."""
-    mean = sum_of_squares(row) / np.float32(row.shape[0])
-    return _ONE / np.sqrt(mean + np.float32(eps))
+@njit(nogil=True, error_model="numpy")
+def _normalise(out, x, weight, eps):
+    """out = x / sqrt(mean(x ** 2) + eps) * weight; out may be x."""
+    mean = sum_of_squares(x) / np.float32(x.shape[0])
+    scale = _ONE / np.sqrt(mean + np.float32(eps))
+    for i in range(x.shape[0]):
+        out[i] = x[i] * scale * weight[i]
 
 
 @kernel
 def rms_norm_rows(out, x, weight, eps, start, stop):
-    """out[t, h] = x[t, h] / rms * weight for rows t in [start, stop); out may be x."""
+    """Each head of rows [start, stop), as long as weight, normalised; out may be x."""
+    size = weight.shape[0]
     for t in range(start, stop):
-        for h in range(x.shape[1]):
-            row = x[t, h]
-            target = out[t, h]
-            scale = _inverse_rms(row, eps)
-            for i in range(row.shape[0]):
-                target[i] = row[i] * scale * weight[i]
+        source = row_of(x, t)
+        target = row_of(out, t)
+        for first in range(0, x.columns, size):
+            _normalise(target[first : first + size], source[first : first + size], weight, eps)
 
 
 @kernel
 def add_rms_norm_rows(out, x, residual, weight, eps, start, stop):
     """residual[t] += x[t]; out[t] = residual[t] / rms * weight."""
     for t in range(start, stop):
-        total = residual[t]
-        delta = x[t]
-        target = out[t]
+        total = row_of(residual, t)
+        delta = row_of(x, t)
         for i in range(total.shape[0]):
             total[i] += delta[i]
-        scale = _inverse_rms(total, eps)
-        for i in range(total.shape[0]):
-            target[i] = total[i] * scale * weight[i]
+        _normalise(row_of(out, t), total, weight, eps)

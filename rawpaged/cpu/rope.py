@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 
 from rawpaged.cpu.compiling import kernel
+from rawpaged.cpu.floats import row_of
 from rawpaged.cpu.kv_elements import stored_scaled
 
 
@@ -16,8 +17,8 @@ from rawpaged.cpu.kv_elements import stored_scaled
 def rope_and_store_rows(
     cache_keys,
     cache_values,
-    q,  # f32[n, num_heads, head_dim], rotated in place
-    k,  # f32[n, num_kv_heads, head_dim]
+    q,  # rows f32[num_heads * head_dim], rotated in place
+    k,  # rows f32[num_kv_heads * head_dim]
     v,
     positions,
     cos_sin,  # f32[max_len, head_dim], cosines, then sines
@@ -31,26 +32,27 @@ def rope_and_store_rows(
 
     Rows of a negative slot are not written.
     """
-    half = q.shape[2] // 2
-    block_size = cache_keys.shape[3]
-    rotated = np.empty(q.shape[2], np.float32)
+    size = cos_sin.shape[1]
+    block_size, pair = cache_keys.shape[3:]
+    rotated = np.empty(size, np.float32)
     for t in range(start, stop):
-        cosines = cos_sin[positions[t], :half]
-        sines = cos_sin[positions[t], half:]
-        for h in range(q.shape[1]):
-            _rotate(rotated, q[t, h], cosines, sines)
-            q[t, h] = rotated
+        cosines = cos_sin[positions[t], : size // 2]
+        sines = cos_sin[positions[t], size // 2 :]
+        queries = row_of(q, t)
+        for first in range(0, q.columns, size):
+            _rotate(rotated, queries[first : first + size], cosines, sines)
+            queries[first : first + size] = rotated
         if slot_mapping[t] < 0:
             continue
         block = slot_mapping[t] // block_size
         offset = slot_mapping[t] % block_size
-        for h in range(k.shape[1]):
-            _rotate(rotated, k[t, h], cosines, sines)
+        for h in range(cache_keys.shape[1]):
+            _rotate(rotated, row_of(k, t)[h * size : (h + 1) * size], cosines, sines)
             keys = cache_keys[block, h, :, offset]
-            values = cache_values[block, h, offset]
-            source = v[t, h]
-            for i in range(rotated.shape[0]):
-                keys[i] = stored_scaled(rotated[i], key_scale[h], cache_keys)
+            values = cache_values[block, h, offset // pair, :, offset % pair]
+            source = row_of(v, t)[h * size : (h + 1) * size]
+            for i in range(size):
+                keys[i // pair, i % pair] = stored_scaled(rotated[i], key_scale[h], cache_keys)
                 values[i] = stored_scaled(source[i], value_scale[h], cache_values)
 
 

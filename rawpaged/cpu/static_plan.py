@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from rawpaged.backend import AttentionPlan, BatchMeta
-from rawpaged.cpu.attention_work import AttentionWork, split_work
+from rawpaged.cpu.attention_work import (
+    MAX_SLOTS,
+    MERGE_FIELDS,
+    TASK_FIELDS,
+    AttentionWork,
+    most_tasks,
+    split_work,
+)
 from rawpaged.cpu.vector_ir import LANES
 
 MIN_BLOCK_SIZE = LANES
@@ -14,10 +24,14 @@ MIN_BLOCK_SIZE = LANES
 class DecodePlans:
     """Makes plans; those of all sizes share their arrays, since one is run at a time."""
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, max_model_len: int) -> None:
-        self._num_heads = num_heads
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, max_model_len: int, num_threads: int
+    ) -> None:
         self._num_kv_heads = num_kv_heads
         self._max_model_len = max_model_len
+        self._split = partial(
+            split_work, num_heads=num_heads, num_kv_heads=num_kv_heads, num_threads=num_threads
+        )
         self._arrays = self._allocate(1)
 
     def __call__(self, num_reqs: int) -> DecodePlan:
@@ -25,7 +39,6 @@ class DecodePlans:
             # Plans that there are keep the arrays they have.
             self._arrays = self._allocate(2 * num_reqs)
         arrays = self._arrays
-        work = AttentionWork(arrays.work[: num_reqs * self._num_kv_heads], self._max_model_len)
         plan = AttentionPlan(
             token_ids=arrays.token_ids[:num_reqs],
             positions=arrays.positions[:num_reqs],
@@ -35,9 +48,9 @@ class DecodePlans:
             block_tables=arrays.block_tables[:num_reqs],
             logits_rows=arrays.logits_rows[:num_reqs],
             num_tokens=num_reqs,
-            work=work,
+            work=arrays.work,
         )
-        return DecodePlan(plan, self._num_heads, self._num_kv_heads)
+        return DecodePlan(plan, self._split)
 
     def _allocate(self, num_reqs: int) -> AttentionPlan:
         max_blocks = -(-self._max_model_len // MIN_BLOCK_SIZE)
@@ -50,7 +63,12 @@ class DecodePlans:
             block_tables=np.zeros((num_reqs, max_blocks), np.int32),
             logits_rows=np.arange(num_reqs, dtype=np.int32),
             num_tokens=num_reqs,
-            work=np.zeros((num_reqs * self._num_kv_heads, 4), np.int32),
+            work=AttentionWork(
+                tasks=np.zeros((most_tasks(num_reqs, self._num_kv_heads), TASK_FIELDS), np.int32),
+                num_tasks=np.zeros(1, np.int64),
+                merges=np.zeros((MAX_SLOTS, MERGE_FIELDS), np.int32),
+                num_merges=np.zeros(1, np.int64),
+            ),
         )
 
 
@@ -61,10 +79,11 @@ class DecodePlan:
     the first slot of block 0, whatever is there.
     """
 
-    def __init__(self, plan: AttentionPlan, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(
+        self, plan: AttentionPlan, split: Callable[[BatchMeta], AttentionWork]
+    ) -> None:
         self.plan = plan
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
+        self._split = split
 
     def fill(self, meta: BatchMeta) -> bool:
         """Put a batch of at most as many requests with one token each in; always True."""
@@ -82,7 +101,7 @@ class DecodePlan:
         return True
 
     def _plan_work(self) -> None:
-        """The tasks of all rows, in the order of their costs."""
+        """Write the tasks of all rows."""
         plan = self.plan
         meta = BatchMeta(
             plan.token_ids,
@@ -93,4 +112,8 @@ class DecodePlan:
             plan.block_tables,
             plan.logits_rows,
         )
-        plan.work.tasks[...] = split_work(meta, self._num_heads, self._num_kv_heads).tasks
+        split, kept = self._split(meta), plan.work
+        kept.tasks[: len(split.tasks)] = split.tasks
+        kept.num_tasks[:] = split.num_tasks
+        kept.merges[: len(split.merges)] = split.merges
+        kept.num_merges[:] = split.num_merges

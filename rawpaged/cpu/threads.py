@@ -23,6 +23,8 @@ _FIRST_COMMANDS = 512
 
 _MOST_ARGUMENT_WORDS = 256
 
+Count = int | npt.NDArray[np.int64]
+"""A number, or an array i64[1] that holds it."""
 Words = npt.NDArray[np.int64]
 
 
@@ -37,16 +39,18 @@ class _Calls:
     """Calls as they are written down: a kernel, its arguments, and a range to run it over."""
 
     def __init__(self) -> None:
-        self.commands: list[tuple[int, int, int, int]] = []
-        """Entry, index of the first word of its arguments, count, grain."""
+        self.commands: list[tuple[int, int, int, int, int]] = []
+        """Entry, index of the first word of its arguments, count, where to find it, grain."""
         self.words: list[int] = []
         self._owners: dict[int, Any] = {}
 
-    def add(self, kernel: Kernel, count: int, args: tuple[Any, ...], grain: int) -> None:
+    def add(self, kernel: Kernel, count: Count, args: tuple[Any, ...], grain: int) -> None:
         kinds, words = encode(args)
-        self.commands.append((kernel.entry(kinds), len(self.words), count, max(grain, 1)))
+        fixed, place = (count, 0) if isinstance(count, int) else (0, address_of(count))
+        command = (kernel.entry(kinds), len(self.words), fixed, place, max(grain, 1))
+        self.commands.append(command)
         self.words += words
-        for argument in args:
+        for argument in (*args, count):
             owner = owner_of(argument)
             self._owners[id(owner)] = owner
 
@@ -58,16 +62,20 @@ class Recording:
     """Calls that can be repeated; keeps the memory that they use."""
 
     def __init__(
-        self, commands: list[tuple[int, int, int, int]], words: list[int], owners: dict[int, Any]
+        self,
+        commands: list[tuple[int, int, int, int, int]],
+        words: list[int],
+        owners: dict[int, Any],
     ) -> None:
         self._owners = owners
         self._words = np.array(words, np.int64)
         self.template = np.zeros((len(commands), COMMAND_WORDS), np.int64)
         if commands:
-            entries, firsts, counts, grains = np.array(commands, np.int64).T
+            entries, firsts, counts, places, grains = np.array(commands, np.int64).T
             self.template[:, work_sharing.ENTRY] = entries
             self.template[:, work_sharing.ARGUMENTS] = address_of(self._words) + 8 * firsts
             self.template[:, work_sharing.COUNT] = counts
+            self.template[:, work_sharing.COUNT_ADDRESS] = places
             self.template[:, work_sharing.GRAIN] = grains
 
 
@@ -119,18 +127,19 @@ class ThreadTeam:
         for helper in self._helpers:
             helper.start()
 
-    def run(self, kernel: Kernel, count: int, *args: Any, grain: int = 1) -> None:
+    def run(self, kernel: Kernel, count: Count, *args: Any, grain: int = 1) -> None:
         """kernel(*args, start, stop) over disjoint ranges that make up [0, count).
 
         Ranges are at least `grain` long, but for the last. While `record` runs, the call is only
-        written down.
+        written down; a count in memory is then read at each replay.
         """
-        if count == 0:
-            return
         if self._calls is not None:
             self._calls.add(kernel, count, args, grain)
             return
-        self._single.write(kernel, count, args, grain)
+        number = int(count) if isinstance(count, int) else int(count[0])
+        if number == 0:
+            return
+        self._single.write(kernel, number, args, grain)
         self._lead(self._state_address, self._single.address, 1)
 
     def record(self, forward: Callable[[], None]) -> Recording:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 
 from rawpaged.cpu.features import FEATURES
@@ -26,6 +27,13 @@ V64B = ir.VectorType(I8, 4 * LANES)
 _V16HALF = ir.VectorType(ir.HalfType(), LANES)
 _HALF_TO_FLOAT = ir.Constant(V16F, [2.0**112] * LANES)
 """Between the exponents of the two types."""
+
+
+POWER_OF_TWO = (
+    0.001326472731307149, 0.009671512991189957, 0.05550733581185341, 0.24022242426872253,
+    0.6931470036506653, 1.0,
+)  # fmt: skip
+"""Minimax polynomial for 2 ** r on [-1/2, 1/2], relative error 9e-8; highest power first."""
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
@@ -84,14 +92,29 @@ class VectorBuilder:
         """Sixteen of an i32."""
         return ir.Constant(V16I, [value] * LANES)
 
+    def float_constant(self, value: float) -> Any:
+        """Sixteen of an f32."""
+        return ir.Constant(V16F, [float(np.float32(value))] * LANES)
+
     def zeros(self) -> Any:
-        return ir.Constant(V16F, [0.0] * LANES)
+        return self.float_constant(0.0)
 
     def multiply_add(self, a: Any, b: Any, total: Any) -> Any:
         """total + a * b, rounded once where the machine can."""
         if self.fused:
             return self.call("llvm.fma.v16f32", V16F, a, b, total)
         return self.builder.fadd(total, self.builder.fmul(a, b))
+
+    def power_of_two(self, x: Any) -> Any:
+        """2 ** x for -126 <= x <= 0, within 2 ulp; exact for integers."""
+        builder = self.builder
+        n = self.call("llvm.rint.v16f32", V16F, x)
+        r = builder.fsub(x, n)
+        p = self.float_constant(POWER_OF_TWO[0])
+        for coefficient in POWER_OF_TWO[1:]:
+            p = self.multiply_add(p, r, self.float_constant(coefficient))
+        exponent = builder.shl(builder.fptosi(n, V16I), self.constant(23))
+        return builder.bitcast(builder.add(builder.bitcast(p, V16I), exponent), V16F)
 
     def bfloat16_dot(self, total: Any, a: Any, b: Any) -> Any:
         """total + a0 * b0 + a1 * b1 in each lane; a and b are pairs as <16 x i32>. AVX512-BF16."""
@@ -124,6 +147,15 @@ class VectorBuilder:
         known = builder.select(is_finite, builder.bitcast(value, V16I), above)
         sign = builder.shl(builder.and_(bits, self.constant(0x8000)), self.constant(16))
         return builder.bitcast(builder.or_(known, sign), V16F)
+
+    def prefetch(self, address: Any, offset: int = 0) -> None:
+        """Fetch the cache line at an address that will be read soon; any address will do.
+
+        Into the second level: the first can wait for fewer lines at a time.
+        """
+        pointer = self._pointer(address, I8, offset)
+        read, second_level, data = I32(0), I32(2), I32(1)
+        self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         """Call an LLVM intrinsic."""

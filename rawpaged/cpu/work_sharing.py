@@ -15,6 +15,7 @@ A command's words, one cache line, are written by the leader before a run:
     PENDING  run number << 32 | items that are not done
     ENTRY    address of the compiled kernel: void(arguments, start, stop)
     ARGUMENTS, COUNT, GRAIN (fewest items in a part)
+    COUNT_ADDRESS  where the leader finds the count when a run begins; 0: it is in COUNT
 
 The team's words are three cache lines.
 """
@@ -27,7 +28,7 @@ from rawpaged.cpu.atomics import add_word, call_entry, load_word, replace_word, 
 from rawpaged.cpu.waiting import wait_while, wake
 
 COMMAND_WORDS = 8
-CLAIM, PENDING, ENTRY, ARGUMENTS, COUNT, GRAIN = range(6)
+CLAIM, PENDING, ENTRY, ARGUMENTS, GRAIN, COUNT, COUNT_ADDRESS = range(7)
 
 TEAM_WORDS = 24
 RUN, NUM_COMMANDS, COMMANDS, NUM_THREADS, IS_CLOSED = range(5)
@@ -52,8 +53,12 @@ def lead(team, template, num_commands):
         source = template + _WORD * COMMAND_WORDS * i
         target = commands + _WORD * COMMAND_WORDS * i
         count = load_word(source + _WORD * COUNT)
+        count_address = load_word(source + _WORD * COUNT_ADDRESS)
+        if count_address != 0:
+            count = load_word(count_address)
         for field in range(ENTRY, GRAIN + 1):
             store_word(target + _WORD * field, load_word(source + _WORD * field))
+        store_word(target + _WORD * COUNT, count)
         store_word(target + _WORD * PENDING, number | count)
         store_word(target + _WORD * CLAIM, number | count)
     store_word(team + _WORD * NUM_COMMANDS, num_commands)

@@ -25,6 +25,7 @@ from bench.rows import Origin
 from bench.run import main
 from rawpaged.backend import Backend, KVCache, TokenLogprobRows
 from rawpaged.cpu.backend import CpuBackend
+from rawpaged.cpu.kv_cache import by_slot
 from rawpaged.engine.input_batch import make_batch
 from rawpaged.engine.op_recorder import RECORDED_OPS, OpRecorder
 from rawpaged.engine.op_recording import RecordedPlan, Recording, read_recording, write_recording
@@ -64,7 +65,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     recorded = record_engine(engine, path)
     backend, pools = engine.runner.backend, engine.runner.kv_caches
     recorder = OpRecorder(backend, lambda: pools)
-    cache = pools[0].keys.shape
+    cache = pools[0].keys.shape  # of float32
     host = [backend.new_host_kv_cache(4, cache[1], cache[2], cache[3]) for _ in pools]
     pairs = np.array([[0, 3], [2, 1]], np.int64)
     recorder.ops().copy_blocks(pools, pools, pairs)
@@ -206,14 +207,14 @@ def outputs(view: CallView, seed: int) -> dict[str, npt.NDArray[np.float64]]:
 
 def written(view: CallView, cache: KVCache) -> npt.NDArray[np.float64]:
     """Keys and values of all slots [2, slots, heads, head_dim], as any backend has them."""
-    keys, values = (view.backend.download(pool) for pool in (cache.keys, cache.values))
+    if view.backend.name == "cpu":
+        keys, values = by_slot(cache, len(cache.keys))
+    else:
+        pools = (view.backend.download(pool).swapaxes(1, 2) for pool in (cache.keys, cache.values))
+        keys, values = (pool.reshape(-1, *pool.shape[2:]) for pool in pools)
     if keys.dtype == np.uint16:
         keys, values = ((x.astype(np.uint32) << 16).view(np.float32) for x in (keys, values))
-    if view.backend.name == "cpu":
-        keys = keys.swapaxes(2, 3)
-    keys, values = (x.astype(np.float64).swapaxes(1, 2) for x in (keys, values))
-    values = values[..., : keys.shape[-1]]
-    return np.stack([x.reshape(-1, *x.shape[2:]) for x in (keys, values)])
+    return np.stack([keys, values[..., : keys.shape[-1]]]).astype(np.float64)
 
 
 def test_the_same_seed_gives_the_same_numbers(recording: Recording, place: Place) -> None:

@@ -10,9 +10,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.features import FEATURES, VARIABLE, CpuFeatures, detect_features
 from rawpaged.cpu.linear import LinearOp, PackedLinear, best_arithmetic, embed_rows, pack_linear
-from rawpaged.cpu.panel_kernel import Arithmetic
+from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.errors import ConfigError
 from tests import reference
@@ -114,7 +115,7 @@ def test_embedding_is_exact(dtype: str, in_features: int) -> None:
     ids = np.array([0, 69, 31, 32, 33, 69], np.int32)
     out = np.full((6, in_features), np.nan, np.float32)
     team = ThreadTeam(1)
-    team.run(embed_rows, 6, out, ids, pack_linear(table, None, dtype).panels)
+    team.run(embed_rows, 6, RowsOf(out), ids, pack_linear(table, None, dtype).panels)
     team.close()
     np.testing.assert_array_equal(out, stored(table, dtype)[ids])
 

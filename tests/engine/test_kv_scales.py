@@ -52,7 +52,7 @@ def test_a_head_has_the_largest_of_what_it_wrote() -> None:
     engine.add_request(request("a", token_ids, max_tokens=2))
     engine.step()
     found = [  # where there is no poison
-        [np.nanmax(np.abs(pool), axis=(0, 2, 3)) for pool in (cache.keys, cache.values)]
+        [np.nanmax(np.abs(pool), axis=(0, 2, 3, 4)) for pool in (cache.keys, cache.values)]
         for cache in engine.runner.kv_caches
     ]
     engine.close()

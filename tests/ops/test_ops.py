@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from rawpaged.backend import Backend, KVCache, KVScales
+from rawpaged.cpu.kv_cache import by_slot
 from rawpaged.devices import open_backend
 from rawpaged.errors import BackendError
 from tests import reference
@@ -154,7 +155,7 @@ def test_rope_and_store_kv(caching: Caching, head_dim: int) -> None:
     case, backend = rope_case(head_dim=head_dim), caching.backend
     heads, upload = backend.upload(case.x), backend.upload
     cache = caching.new_cache(3, 1, head_dim, 16)
-    before = [cache.keys.copy(), cache.values.copy()]
+    before = by_slot(cache, 3)
     slots = np.array([37, -1, 0, 20], np.int64)
     backend.rope_and_store_kv(
         cache,
@@ -168,8 +169,8 @@ def test_rope_and_store_kv(caching: Caching, head_dim: int) -> None:
     np.testing.assert_allclose(heads[:, :2], case.expected[:, :2], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(heads[:, 2:], case.x[:, 2:])
     kept = slots >= 0
-    block, offset = slots[kept] // 16, slots[kept] % 16
-    keys = caching.read(cache.keys[block, 0, :, offset], cache.key_scale)
+    all_keys, all_values = by_slot(cache, 3)
+    keys = caching.read(all_keys[slots[kept], 0], cache.key_scale)
     # Half a step of each type: float32 and bfloat16, e4m3 above 2**-6 times the scale or below it,
     # and int8.
     rtol, step = {
@@ -179,15 +180,14 @@ def test_rope_and_store_kv(caching: Caching, head_dim: int) -> None:
         "int8": (0.0, 0.5 * KEY_SCALE),
     }[caching.cache_dtype]
     np.testing.assert_allclose(keys, case.expected[kept, 2], rtol=rtol, atol=step + 1e-5)
-    values = from_cpu(cache.values[block, 0, offset, :head_dim], caching.cache_dtype)
+    values = from_cpu(all_values[slots[kept], 0, :head_dim], caching.cache_dtype)
     scale = np.array([VALUE_SCALE], np.float32)
     expected = quantised(case.x[kept, 3:4], scale, caching.cache_dtype)
     np.testing.assert_array_equal(values, expected[:, 0])
     # Nothing else has changed: not where the token without a slot would be, nor the padding.
-    before[0][block, 0, :, offset] = cache.keys[block, 0, :, offset]
-    before[1][block, 0, offset, :head_dim] = cache.values[block, 0, offset, :head_dim]
-    assert before[0].tobytes() == cache.keys.tobytes()
-    assert before[1].tobytes() == cache.values.tobytes()
+    for old, now in zip(before, (all_keys, all_values), strict=True):
+        old[slots[kept], 0, :head_dim] = now[slots[kept], 0, :head_dim]
+        assert old.tobytes() == now.tobytes()
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8"])
@@ -210,8 +210,7 @@ def test_elements_of_bytes_bit_for_bit(cache_dtype: str) -> None:
     with np.errstate(invalid="ignore"):
         store_kv(backend, cache, x, x, slots)
         expected = quantised(np.nan_to_num(x, nan=-1e9), scales, cache_dtype)
-    found = from_cpu(np.moveaxis(cache.values, 2, 1), cache_dtype).reshape(-1, 2, 32)[: len(x)]
-    keys = from_cpu(np.moveaxis(cache.keys, 3, 1), cache_dtype).reshape(-1, 2, 32)[: len(x)]
+    keys, found = (from_cpu(pool[: len(x)], cache_dtype) for pool in by_slot(cache, num_blocks))
     # Without an angle keys are as they were, but for what times 0 is not a number.
     both = np.isfinite(x).all(axis=-1)
     np.testing.assert_array_equal(keys[both], found[both])
@@ -270,7 +269,10 @@ def test_paged_attention(caching: Caching, case: AttentionCase) -> None:
         begin, end = meta.query_start_loc[row : row + 2]
         keys, values = caching.stand_for(*history[row])
         expected = reference.attention(q[begin:end], keys, values, kv - queries, scale, case.window)
-        np.testing.assert_allclose(out[begin:end], expected, rtol=1e-4, atol=2e-5)
+        # Queries and weights may be rounded to 8 bits: tests/cpu/test_attention.py is closer.
+        largest = np.abs(values).max()
+        atol = 2e-5 if backend.dtype == "float32" else 2.0**-8 * largest
+        np.testing.assert_allclose(out[begin:end], expected, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "int8"])
@@ -280,7 +282,7 @@ def test_every_byte_is_read_as_what_it_stands_for(cache_dtype: str) -> None:
     scale = np.array([0.75], np.float32)
     cache = backend.new_kv_cache(1, 1, 256, 16, KVScales(scale, scale))
     numbers = np.arange(256).astype(np.uint8).view(NUMPY_TYPES[cache_dtype])
-    cache.values[0, 0, 0] = on_cpu(numbers, cache_dtype)
+    cache.values[0, 0, 0, :, 0] = on_cpu(numbers, cache_dtype)
     case = AttentionCase("one token", ((1, 1),), num_heads=1, num_kv_heads=1, head_dim=256)
     made, _ = make_meta(case, np.random.default_rng(0))
     meta = replace(made, block_tables=np.zeros((1, 1), np.int32))
