@@ -97,20 +97,22 @@ def _run_chains(buffers, count, start, stop):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read(buffer, start, stop):  # type: ignore[no-untyped-def]
+def _read(buffer, total_read, start, stop):  # type: ignore[no-untyped-def]
     # Integers, because their sum may be split over vectors; that of floats may not. And a slice,
     # because indices that could be negative keep the loop from being vectorised.
     part = buffer[start:stop]
     total = np.uint64(0)
     for i in range(len(part)):
         total += part[i]
-    return total
+    # A sum that goes nowhere would not be computed. Threads may lose each other's.
+    total_read[0] += total
 
 
 def _read_bandwidth(team: ThreadTeam) -> float:
     # Written once, or the system would map all of it to one page of zeros.
     buffer = np.ones(4 * last_level_cache_bytes() // 8, np.uint64)
-    return float(buffer.nbytes / _best_pass(team, _read, len(buffer), buffer))
+    seconds = _best_pass(team, _read, len(buffer), buffer, np.zeros(1, np.uint64))
+    return float(buffer.nbytes / seconds)
 
 
 def _fma_rate(team: ThreadTeam) -> float:

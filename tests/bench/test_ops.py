@@ -15,7 +15,7 @@ from bench import ops
 from bench.attention_cases import attention_flops, make_batch
 from bench.op_cases import OpCase
 from bench.ops import OpsOptions, make_cases, summarize
-from bench.probes import _CHAINS, _LANES, Peaks, _run_chains, measure_peaks
+from bench.probes import _CHAINS, _LANES, Peaks, _read, _run_chains, measure_peaks
 from bench.run import main
 from bench.timing import Timing, time_calls
 from rawpaged.cpu.backend import CpuBackend
@@ -193,6 +193,13 @@ def test_probes_measure_something(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = measure_peaks(1)
     assert peaks.read_bytes_per_s > 0
     assert peaks.flops_per_s > 0
+
+
+def test_the_probe_of_bandwidth_reads_it_all() -> None:
+    team, total = ThreadTeam(1), np.zeros(1, np.uint64)
+    team.run(_read, 999, np.arange(1000, dtype=np.uint64), total)
+    team.close()
+    assert total[0] == 998 * 999 // 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
