@@ -39,7 +39,10 @@ class EditLogits:
 
 
 class MaskLogits:
-    """Forbids the tokens that a grammar does not allow."""
+    """Forbids the tokens that a grammar does not allow.
+
+    No op of the engine calls it yet: guided decoding is not built.
+    """
 
     def __init__(self, device: Device) -> None:
         self._kernel = device.jit(make_mask_logits())

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bench.gpu.target import tensor_flops_per_s
+from bench.gpu.target import SimulatedTarget, tensor_flops_per_s
 from bench.model_ops import record_model
 from bench.op_work import work_of
 from bench.recorded_call import CallView, operand_bytes, positions, used_blocks, visible_keys
 from bench.replay import ReplayOptions, chosen_calls, make_calls, run_replay
 from bench.replay_operands import Operands, make_plan
-from bench.replay_places import CpuPlace, Place, open_place
+from bench.replay_places import CpuPlace, DevicePlace, Place, open_place
 from bench.rows import Origin
 from bench.run import main
 from rawpaged.backend import Backend, KVCache, TokenLogprobRows
@@ -59,9 +59,19 @@ def record_engine(engine: Any, path: Path) -> Recording:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    """Of a CPU engine, with a copy within the pool and one to the host besides."""
-    path = tmp_path_factory.mktemp("replay") / "ops.json"
-    engine = tiny_engine("qwen3", max_num_batched_tokens=32)
+    """Of a model that normalises heads in place."""
+    return record_cpu("qwen3", tmp_path_factory.mktemp("replay") / "ops.json")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Of one whose kernels other tests compile too."""
+    return record_cpu("llama", tmp_path_factory.mktemp("replay") / "ops.json")
+
+
+def record_cpu(model: str, path: Path) -> Recording:
+    """A CPU engine's steps, with a copy within the pool and one to the host besides."""
+    engine = tiny_engine(model, max_num_batched_tokens=32)
     recorded = record_engine(engine, path)
     backend, pools = engine.runner.backend, engine.runner.kv_caches
     recorder = OpRecorder(backend, lambda: pools)
@@ -557,8 +567,8 @@ def simulated(
 ) -> Iterator[Place]:
     """With a cache of the parameter's type, or of bfloat16."""
     kv_cache_dtype = getattr(request, "param", None)
-    opened = open_place(
-        "simulator", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, measures=False
+    opened = DevicePlace(
+        SimulatedTarget(), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, measures=False
     )
     yield opened
     opened.close()
@@ -577,13 +587,13 @@ _OVER_CACHES = {"rope_and_store_kv", "paged_attention"}
     indirect=["simulated"],
 )
 def test_simulated_kernels_give_what_the_cpu_gives(
-    recording: Recording, simulated: Place, ops: set[str]
+    llama: Recording, simulated: Place, ops: set[str]
 ) -> None:
-    """From the same seed: operands are the same, results but for rounding, under the checker."""
+    """From the same seed: operands are the same, and results but for rounding."""
     kv_cache_dtype = simulated.backend.kv_cache_dtype
     cpu = CpuBackend(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_threads=1)
     checked = 0
-    pairs = zip(views(recording, simulated.backend), views(recording, cpu), strict=True)
+    pairs = zip(views(llama, simulated.backend), views(llama, cpu), strict=True)
     seen: set[tuple[str, str]] = set()
     for ours, theirs in pairs:
         if ours.call.op not in ops or (ours.call.op, ours.label) in seen:
@@ -626,14 +636,16 @@ def test_a_gpu_engines_steps_are_recorded_without_graphs(
 
 
 @pytest.mark.gpusim
+@pytest.mark.usefixtures("cuda_wheels", "numba_cuda")
 def test_a_kernel_that_leaves_its_arrays_is_found(
-    recording: Recording, simulated: Place, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    llama: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checker is at work: a table that names a block beyond the pool is a fault of the call."""
     from tests.hostsim.loader import HostSimError
 
-    index = next(i for i, call in enumerate(recording.calls) if call.op == "paged_attention")
+    simulated = open_place("simulator", dtype="bfloat16", measures=False)
+    index = next(i for i, call in enumerate(llama.calls) if call.op == "paged_attention")
     monkeypatch.setattr("bench.replay_operands.used_blocks", lambda view, name: 1)
     with pytest.raises(HostSimError, match="out-of-bounds"):
-        run_replay(recording, "", simulated, ReplayOptions(only=[index], calls=1), ORIGIN)
+        run_replay(llama, "", simulated, ReplayOptions(only=[index], calls=1), ORIGIN)
+    simulated.close()
