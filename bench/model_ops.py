@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.attention_cases import BLOCK_SIZE, MAX_POOL_BYTES, make_batch
-from bench.replay_operands import new_cache
+from bench.replay_arrays import new_cache
 from rawpaged.backend import Backend, LogitEdits, SamplingRows
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.op_recording import Recording

@@ -46,7 +46,8 @@ def _embed(view: CallView) -> Work:
     table = view.arg("table", LinearArg)
     view.need(table.in_features == hidden, f"rows of {table.in_features} to rows of {hidden}")
     view.need(view.index_count("token_ids") == rows, f"not {rows} token_ids")
-    return Work(rows * hidden * (view.weight_bytes + 4))
+    row_bytes = view.weight_bytes("table") // table.out_features
+    return Work(rows * (row_bytes + 4 * hidden))
 
 
 def _rms_norm(view: CallView) -> Work:
@@ -72,7 +73,7 @@ def _linear(view: CallView) -> Work:
     inputs, outputs = weight.in_features, weight.out_features
     view.need(columns == inputs, f"x has {columns} columns of {inputs}")
     view.need(view.shape("out", 2) == (rows, outputs), f"out is not [{rows}, {outputs}]")
-    moved = view.weight_bytes * inputs * outputs + view.activation_bytes * rows * inputs
+    moved = view.weight_bytes("weight") + view.activation_bytes * rows * inputs
     return Work(moved + view.float_bytes("out") * rows * outputs, 2 * rows * inputs * outputs)
 
 

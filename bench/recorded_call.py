@@ -20,6 +20,7 @@ from rawpaged.engine.op_recording import (
     RecordedCall,
     RecordedPlan,
     Recording,
+    RowsArg,
     SameArg,
 )
 from rawpaged.errors import RecordingError
@@ -97,9 +98,14 @@ class CallView:
     def activation_bytes(self) -> int:
         return ITEM_BYTES[self.backend.activation_dtype]
 
-    @property
-    def weight_bytes(self) -> int:
-        return ITEM_BYTES[self.backend.dtype]
+    def weight_bytes(self, name: str) -> int:
+        """Of a weight as the backend stores it: in blocks, where it has these, else as floats."""
+        weight = self.arg(name, LinearArg)
+        floats = 8 * ITEM_BYTES[self.backend.dtype]
+        parts = weight.row_types or (RowsArg(None, weight.out_features),)
+        block_bits = self.backend.block_bits
+        row_bits = [(part.rows, block_bits.get(part.type or "", floats)) for part in parts]
+        return int(sum(rows * bits for rows, bits in row_bits) * weight.in_features / 8)
 
     def kv_bytes(self, cache: CacheArg) -> int:
         """Of one block in one layer."""
@@ -184,7 +190,7 @@ def operand_bytes(view: CallView) -> tuple[int, int]:
             rows = arg.shape[0]
             shared += 8 * max(rows * (arg.row_stride or 0), math.prod(arg.shape))
         elif isinstance(arg, LinearArg):
-            size = view.weight_bytes * arg.out_features * (arg.in_features + 2)
+            size = view.weight_bytes(name) + 8 * arg.out_features
             stored += size if name == "weight" else 0
             # As drawn on the host; and the embedding's table, of which there is one.
             shared += 4 * arg.out_features * arg.in_features + (0 if name == "weight" else size)

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from bench.recorded_call import CallView, positions, used_blocks
-from rawpaged.backend import (
-    LARGEST_ELEMENT,
-    Backend,
-    BatchMeta,
-    KVCache,
-    KVScales,
-    LogitEdits,
-    SamplingRows,
+from bench.replay_arrays import (
+    Rows,
+    fill_cache,
+    new_array,
+    new_cache,
+    normal,
+    pack_rows,
+    random_rows,
+    rotations,
 )
+from rawpaged.backend import Backend, BatchMeta, KVCache, LogitEdits, SamplingRows
 from rawpaged.engine.op_recording import (
     ArrayArg,
     CacheArg,
@@ -33,14 +34,7 @@ from rawpaged.engine.op_recording import (
     SameArg,
 )
 from rawpaged.errors import RecordingError
-from rawpaged.gpu.device import Device, numpy_dtype
 
-_DRAWN = 1_500_008
-"""Numbers drawn for an array; a larger one has them again. No power of two, so that an index that
-has lost its upper bits does not meet the same numbers."""
-_FILLED_TOKENS = 2048
-_LARGEST_NORMAL = 6.0
-"""Keys and values beyond it are clamped in a cache of bytes."""
 _HOST_INDICES = {("copy_blocks", "pairs"), ("token_logprobs", "token_ids")}
 _FIELD_DTYPES: Mapping[str, str] = {
     **dict.fromkeys(("rows", "token_ids", "counts", "top_k"), "int32"),
@@ -61,7 +55,7 @@ class Operands:
         self._view = view
         self._backend = view.backend
         self._seed = seed
-        self._weights: dict[str, npt.NDArray[np.float32]] = {}
+        self._weights: dict[str, list[Rows]] = {}
         self._table: Any = None
 
     def shared(self) -> dict[str, Any]:
@@ -113,7 +107,7 @@ class Operands:
             return self._backend.upload(np.array(self._view.plan_array(name), dtype))
         assert isinstance(arg, ArrayArg), f"{name}: {arg}"
         if name == "cos_sin":
-            return self._backend.upload(_rotations(arg.shape, rng))
+            return self._backend.upload(rotations(arg.shape, rng))
         if (op, name) == ("token_logprobs", "token_ids"):
             vocab_size = self._view.shape("logits", 2)[1]
             return rng.integers(0, vocab_size, arg.shape, np.int32)
@@ -131,9 +125,9 @@ class Operands:
         size = int(np.prod(row))
         stride = arg.row_stride or size
         if not row or stride == size:
-            return new_array(self._backend, _normal(arg.shape, rng), dtype)
+            return new_array(self._backend, normal(arg.shape, rng), dtype)
         view.need(stride % row[-1] == 0, f"{name}: rows of {row} lie {stride} apart")
-        base = new_array(self._backend, _normal((rows, stride), rng), dtype)
+        base = new_array(self._backend, normal((rows, stride), rng), dtype)
         if len(row) == 1:
             return base[:, : row[0]]
         return base.reshape((rows, stride // row[-1], row[-1]))[:, : row[0]]
@@ -144,9 +138,8 @@ class Operands:
             return self._table
         if name not in self._weights:
             rng = np.random.default_rng((self._seed, len(name)))
-            weight = _normal((arg.out_features, arg.in_features), rng)
-            self._weights[name] = weight * np.float32(arg.in_features**-0.5)
-        packed = self._backend.pack_linear(self._weights[name], None)
+            self._weights[name] = random_rows(self._backend, arg, rng)
+        packed = pack_rows(self._backend, self._weights[name])
         if name == "table":
             self._table = packed
         return packed
@@ -213,65 +206,6 @@ def make_plan(backend: Backend, plan: RecordedPlan) -> Any:
         ),
     )
     return backend.plan(meta, num_heads=plan.num_heads, num_kv_heads=plan.num_kv_heads)
-
-
-def new_cache(
-    backend: Backend, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
-) -> KVCache:
-    """A pool of the backend's kv_cache_dtype; scales of bytes fit standard normal numbers."""
-    scales = None
-    if largest := LARGEST_ELEMENT.get(backend.kv_cache_dtype):
-        scale = np.full(num_kv_heads, _LARGEST_NORMAL / largest, np.float32)
-        scales = KVScales(scale, scale)
-    return backend.new_kv_cache(num_blocks, num_kv_heads, head_dim, block_size, scales)
-
-
-def new_array(backend: Backend, values: npt.NDArray[np.float32], dtype: str) -> Any:
-    """The values in an array of the backend, of its activations' type or of float32."""
-    # Of backends only the GPU's keeps activations in another type than the host's.
-    device: Device | None = getattr(backend, "device", None)
-    if device is not None:
-        return device.upload(values.astype(numpy_dtype(dtype)))
-    return backend.upload(values)
-
-
-def fill_cache(
-    backend: Backend, cache: KVCache, shape: tuple[int, int, int, int], rng: np.random.Generator
-) -> None:
-    """Standard normal keys and values in all slots of [num_blocks, heads, head_dim, block_size]."""
-    num_blocks, num_kv_heads, head_dim, block_size = shape
-    cos_sin = np.zeros((1, head_dim), np.float32)
-    cos_sin[:, : head_dim // 2] = 1
-    num_slots = num_blocks * block_size
-    for first in range(0, num_slots, _FILLED_TOKENS):
-        slots = np.arange(first, min(first + _FILLED_TOKENS, num_slots), dtype=np.int64)
-        heads = (len(slots), num_kv_heads, head_dim)
-        keys, values = (
-            new_array(backend, _normal(heads, rng), backend.activation_dtype) for _ in range(2)
-        )
-        unused = backend.empty((len(slots), num_kv_heads, head_dim), backend.activation_dtype)
-        backend.rope_and_store_kv(
-            cache,
-            unused,
-            keys,
-            values,
-            backend.upload(np.zeros(len(slots), np.int32)),
-            backend.upload(cos_sin),
-            backend.upload(slots),
-        )
-
-
-def _normal(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    size = int(np.prod(shape))
-    drawn = rng.standard_normal(min(size, _DRAWN), np.float32)
-    rounded = drawn.astype(ml_dtypes.bfloat16).astype(np.float32)
-    return np.resize(rounded, size).reshape(shape)
-
-
-def _rotations(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """cos and sin of random angles, so that rotating again and again changes no lengths."""
-    angles = rng.uniform(0, 2 * np.pi, (shape[0], shape[1] // 2))
-    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
 def _typed(arg: ArrayArg, dtype: str) -> npt.NDArray[Any]:

@@ -57,6 +57,10 @@ class PackedLinear:
     def nbytes(self) -> int:
         return int(self.weight.nbytes) + int(self.bias.nbytes)
 
+    @property
+    def row_types(self) -> tuple[tuple[str | None, int], ...]:
+        return ((None, self.out_features),)
+
 
 def pack(
     weight: npt.NDArray[Any],

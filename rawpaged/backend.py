@@ -39,6 +39,10 @@ class LinearWeight(Protocol):
     def out_features(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def row_types(self) -> tuple[tuple[str | None, int], ...]:
+        """(type of a GGUF file's blocks, rows) from first row to last; None: floats."""
+        ...
 
 
 LARGEST_ELEMENT = {"fp8_e4m3": 448.0, "int8": 127.0}

@@ -16,7 +16,7 @@ from bench.gpu.recorder import Recorder, Results
 from bench.gpu.sizes import Sizes
 from bench.gpu.target import Target, fill
 from bench.gpu.timing import Work, cold_copies, copy_bandwidth, summarize, time_device
-from bench.replay_operands import new_cache
+from bench.replay_arrays import new_cache
 from bench.roofline import Model, Step
 from rawpaged.backend import LARGEST_ELEMENT
 from rawpaged.gpu.backend import CudaBackend

@@ -37,6 +37,10 @@ class JoinedLinear:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def row_types(self) -> tuple[tuple[str | None, int], ...]:
+        return tuple(each for part in self.parts for each in part.row_types)
+
 
 CpuLinear = SingleLinear | JoinedLinear
 

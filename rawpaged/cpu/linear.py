@@ -55,6 +55,10 @@ class PackedLinear:
     def nbytes(self) -> int:
         return self.panels.nbytes + self.bias.nbytes
 
+    @property
+    def row_types(self) -> tuple[tuple[str | None, int], ...]:
+        return ((None, self.out_features),)
+
 
 def pack_linear(
     weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None, dtype: str

@@ -49,6 +49,10 @@ class QuantizedLinear:
     def nbytes(self) -> int:
         return self.panels.nbytes + self.bias.nbytes
 
+    @property
+    def row_types(self) -> tuple[tuple[str | None, int], ...]:
+        return ((self.kind.name, self.out_features),)
+
 
 def pack_quantized(
     type_name: str, rows: npt.NDArray[np.uint8], bias: npt.NDArray[Any] | None

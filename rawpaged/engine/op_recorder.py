@@ -33,6 +33,7 @@ from rawpaged.engine.op_recording import (
     RecordedPlan,
     RecordedStep,
     Recording,
+    RowsArg,
     SameArg,
 )
 from rawpaged.tracing import RangeArgs, RangeKind
@@ -198,7 +199,9 @@ class OpRecorder:
             kind = "LogitEdits" if isinstance(value, LogitEdits) else "SamplingRows"
             return FieldsArg(kind, described)
         if hasattr(value, "in_features"):
-            return LinearArg(value.out_features, value.in_features)
+            parts = tuple(RowsArg(kind, rows) for kind, rows in value.row_types)
+            has_blocks = any(part.type is not None for part in parts)
+            return LinearArg(value.out_features, value.in_features, parts if has_blocks else ())
         if isinstance(value, (list, tuple)):
             return self._caches(value)
         return self._device_array(name, value)

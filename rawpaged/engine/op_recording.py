@@ -90,11 +90,21 @@ class NumberArg(_Arg, tag="number", frozen=True):
     value: _Number | None
 
 
-class LinearArg(_Arg, tag="linear", frozen=True):
+class RowsArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Neighbouring rows of a weight."""
+
+    type: _Name | None
+    """Of a GGUF file's blocks; None: floats."""
+    rows: _Count
+
+
+class LinearArg(_Arg, tag="linear", frozen=True, omit_defaults=True):
     """A packed weight."""
 
     out_features: _Count
     in_features: _Count
+    row_types: tuple[RowsArg, ...] = ()
+    """From first row to last; none: floats all."""
 
 
 class CacheArg(_Arg, tag="cache", frozen=True):
@@ -267,6 +277,10 @@ def _check_arg(recording: Recording, call: RecordedCall, arg: Arg, what: str) ->
         raise ValueError(f"{what}: there is no plan {arg.plan}")
     if isinstance(arg, SameArg) and not isinstance(call.args.get(arg.name), (ArrayArg, CachesArg)):
         raise ValueError(f"{what}: there is no {arg.name!r} that it could be")
+    if isinstance(arg, LinearArg) and arg.row_types:
+        rows = sum(part.rows for part in arg.row_types)
+        if rows != arg.out_features:
+            raise ValueError(f"{what}: row_types of {rows} rows, out_features={arg.out_features}")
     arrays = arg.arrays.values() if isinstance(arg, FieldsArg) else [arg]
     for array in arrays:
         if isinstance(array, ArrayArg):

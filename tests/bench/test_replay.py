@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -23,12 +23,18 @@ from bench.replay_operands import Operands, make_plan
 from bench.replay_places import CpuPlace, DevicePlace, Place, open_place
 from bench.rows import Origin
 from bench.run import main
-from rawpaged.backend import Backend, KVCache, TokenLogprobRows
+from rawpaged.backend import Backend, KVCache, QuantizedRows, TokenLogprobRows
 from rawpaged.cpu.backend import CpuBackend
 from rawpaged.cpu.kv_cache import by_slot
 from rawpaged.engine.input_batch import make_batch
 from rawpaged.engine.op_recorder import RECORDED_OPS, OpRecorder
-from rawpaged.engine.op_recording import RecordedPlan, Recording, read_recording, write_recording
+from rawpaged.engine.op_recording import (
+    LinearArg,
+    RecordedPlan,
+    Recording,
+    read_recording,
+    write_recording,
+)
 from rawpaged.engine.profiling import ProfileOptions, Profiler
 from rawpaged.errors import BackendError, RecordingError
 from rawpaged.weights.checkpoint import read_model_config
@@ -346,6 +352,41 @@ def test_bytes_and_products_of_a_model(place: Place) -> None:
     assert work_of(decode).num_flops == 4 * heads * size * 60
     copy = next(v for v in views(recorded, place.backend) if v.call.op == "copy_blocks")
     assert work_of(copy).num_bytes == 2 * place.backend.kv_bytes_per_block(kv_heads, size, 16)
+
+
+def test_weights_stay_in_the_blocks_that_a_file_has() -> None:
+    """Where the backend has them; elsewhere they are floats, as an engine would have them."""
+    backend = CpuBackend(dtype="bfloat16", num_threads=1)
+    rng = np.random.default_rng(0)
+    kept: list[Any] = [
+        QuantizedRows(name, rng.integers(0, 60, (rows, block_bytes), np.uint8))
+        for name, rows, block_bytes in (("Q8_0", 64, 8 * 34), ("Q4_K", 32, 144))
+    ]
+    weight = backend.pack_quantized([*kept, np.ones((32, 256), np.float32)], None)
+    recorder = OpRecorder(backend)
+    recorder.ops().linear(np.zeros((2, 128), np.float32), np.ones((2, 256), np.float32), weight)
+    recorded = recorder.recording()
+    (view,) = views(recorded, backend)
+    arg = view.arg("weight", LinearArg)
+    types = [("Q8_0", 64), ("Q4_K", 32), (None, 32)]
+    assert [(part.type, part.rows) for part in arg.row_types] == types
+    bits = backend.block_bits
+    stored = 256 * (64 * bits["Q8_0"] + 32 * bits["Q4_K"] + 32 * 16) / 8
+    assert work_of(view).num_bytes == int(stored) + 2 * 4 * (256 + 128)
+    (call,) = make_calls(view, 1, 0, 2**30)
+    call()
+    assert call.keywords["weight"].row_types == tuple(types)
+    assert np.isfinite(call.keywords["out"]).all()
+
+    class Floats:
+        """A backend that has no blocks."""
+
+        block_bits: ClassVar[dict[str, float]] = {}
+        dtype = activation_dtype = "float32"
+
+    floats = CallView(recorded, recorded.calls[0], Floats())  # type: ignore[arg-type]
+    assert floats.weight_bytes("weight") == 4 * 128 * 256
+    backend.close()
 
 
 def test_a_models_recording_has_every_op(place: Place) -> None:

@@ -376,6 +376,10 @@ def _set(*way: Any, to: Any) -> Callable[[Any], None]:
         (_set("calls", 0, "args", "out", to={"kind": "plan", "plan": 10**6}), "no plan"),
         (_set("calls", 0, "args", "out", to={"kind": "same", "name": "token_ids"}), "could be"),
         (_set("calls", 0, "args", "out", "kind", to="file"), "kind|file"),
+        (
+            _set("calls", 0, "args", "table", "row_types", to=[{"type": "Q8_0", "rows": 1}]),
+            "of 1 rows",
+        ),
         (_set("calls", 0, "args", "out", "shape", to=[]), "no shape"),
         (_set("calls", 0, "args", "out", "shape", to=[2**31 - 1] * 3), "no shape"),
         (_set("calls", 0, "args", "out", "shape", to=[1] * 100), "no shape"),

@@ -14,6 +14,7 @@ class FakeLinear:
     in_features: int
     out_features: int
     nbytes: int
+    row_types: tuple[tuple[str | None, int], ...] = ()
 
 
 def layer(norm: np.ndarray | None) -> LlamaLayer:
