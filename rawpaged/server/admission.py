@@ -7,7 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
-from rawpaged.errors import EngineClosedError, EngineSleepingError, QueueFullError
+from rawpaged.errors import (
+    EngineClosedError,
+    EngineSleepingError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
 
@@ -60,9 +65,16 @@ class Admission:
     def check_queue(self, num_requests: int) -> None:
         """Raises QueueFullError unless so many more engine requests may wait.
 
+        And InvalidRequestError if so many never may.
+
         To be called right before they are generated, with nothing awaited between.
         """
         limit, num_queued = self._max_num_queued_reqs, self._engine.num_queued
+        if limit is not None and num_requests > limit:
+            raise InvalidRequestError(
+                f"{num_requests} prompts are more than max_num_queued_reqs={limit}; send fewer",
+                "prompt",
+            )
         if limit is not None and num_queued + num_requests > limit:
             raise QueueFullError(
                 f"{num_queued} prompts wait already, and with {num_requests} more it would be more "

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from rawpaged.errors import ConfigError
+from rawpaged.engine.async_engine import AsyncEngine
+from rawpaged.errors import ConfigError, EngineClosedError
 from rawpaged.server.connection import Connection
 from rawpaged.server.context import CONTEXT
 
@@ -21,6 +22,8 @@ ABORT_GRACE_SECONDS = 3.0
 """For writing the last output of aborted requests to their clients."""
 FLUSH_GRACE_SECONDS = 1.0
 """For what is written to leave this process."""
+ENGINE_POLL_SECONDS = 1.0
+"""Between two looks at whether the engine still lives."""
 
 
 def run_server(
@@ -37,7 +40,8 @@ def run_server(
     accepted. From the first signal on new work is refused and what runs may go on for
     `shutdown_timeout` seconds or until a second signal; then it is aborted. To be called from the
     main thread; signal handlers are those of before when this returns. Raises ConfigError when the
-    address cannot be used.
+    address cannot be used, and EngineClosedError when the engine has died: then whoever supervises
+    this process can start it again.
     """
     handled = (signal.SIGINT, signal.SIGTERM)
     former = {number: signal.getsignal(number) for number in handled}
@@ -58,9 +62,13 @@ async def serve_forever(
     hurry: asyncio.Event,
     shutdown_timeout: float,
 ) -> None:
-    """`run_server` without signals: `stop` stands for the first one, `hurry` for the second."""
+    """`run_server` without signals: `stop` stands for the first one, `hurry` for the second.
+
+    Returns also when the engine has died.
+    """
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
+    watch = asyncio.create_task(_stop_with_engine(app[CONTEXT].engine, stop))
     try:
         listener = await _listen(runner, host, port)
         try:
@@ -70,7 +78,14 @@ async def serve_forever(
         finally:
             listener.close()
     finally:
+        watch.cancel()
         await _close(runner)
+
+
+async def _stop_with_engine(engine: AsyncEngine, stop: asyncio.Event) -> None:
+    while engine.is_running:
+        await asyncio.sleep(ENGINE_POLL_SECONDS)
+    stop.set()
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
@@ -125,6 +140,8 @@ async def _run_with_signals(
         hurry=hurry,
         shutdown_timeout=shutdown_timeout,
     )
+    if not app[CONTEXT].engine.is_running:
+        raise EngineClosedError("the engine has died, and the server ends with it; see the log")
 
 
 async def _drain(app: web.Application, hurry: asyncio.Event, timeout: float) -> None:

@@ -24,7 +24,6 @@ from tests.tiny import engine_of, tiny_config, wait_until
         (3, ["a"], False),
         (1, ["a", "b"], True),
         (2, ["a", "b"], False),
-        (0, ["a", "b", "c", "d"], False),
     ],
 )
 def test_prompts_are_counted(
@@ -43,6 +42,14 @@ def test_prompts_are_counted(
             assert "max_num_queued_reqs=3" in answer.error["message"]
             assert int(answer.headers["Retry-After"]) > 0
             assert not engine.calls
+
+
+def test_more_prompts_than_may_ever_wait_are_refused_for_good() -> None:
+    with serve(FakeEngine(), max_num_queued_reqs=3) as server:
+        answer = complete(server.url, prompt=["a", "b", "c", "d"])
+        assert answer.status == 400
+        assert "4 prompts are more than max_num_queued_reqs=3" in answer.error["message"]
+        assert "Retry-After" not in answer.headers
 
 
 def test_chats_too_and_nothing_else() -> None:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rawpaged.errors import ConfigError
+from rawpaged.errors import ConfigError, EngineClosedError
 from rawpaged.server.app import create_app
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.run import run_server
@@ -60,6 +60,19 @@ def test_idle_server_ends_at_once(number: signal.Signals) -> None:
         child.send_signal(number)
         out, err = child.communicate(timeout=5)
         assert (child.returncode, out, err) == (0, "0 aborted, 0 finished\n", "")
+
+
+def test_the_server_ends_with_its_engine() -> None:
+    engine = FakeEngine()
+
+    def die(url: str) -> None:
+        engine.is_running = False
+
+    app = create_app(
+        cast(Any, engine), served_model_names=["fake"], stats=PrometheusStats("fake")
+    )
+    with pytest.raises(EngineClosedError, match="has died"):
+        run_server(app, host="127.0.0.1", port=0, on_ready=die)
 
 
 def test_running_requests_may_end() -> None:
