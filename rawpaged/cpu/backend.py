@@ -32,10 +32,11 @@ from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.gather import gather_row_indices
 from rawpaged.cpu.joined_linear import CpuLinear, JoinedLinear, LinearOps, pack_parts
 from rawpaged.cpu.linear import ROW_GRAIN, PackedLinear, pack_linear
+from rawpaged.cpu.logprobs import logprob_rows
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.quantized_linear import QuantizedLinear
-from rawpaged.cpu.sampling import edit_logits_entries, logprob_rows, sample_rows
+from rawpaged.cpu.sampling import edit_logits_entries, sample_rows
 from rawpaged.cpu.static_plan import DecodePlans
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.tracing import RangeSink

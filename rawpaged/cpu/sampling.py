@@ -1,9 +1,7 @@
-"""From logits to tokens: edits, temperature, min-p, top-k, top-p, the draw, log-probabilities.
+"""From logits to tokens: edits, temperature, min-p, top-k, top-p, the draw.
 
-Nothing is sorted. Weights w = exp((logit - max) / temperature) are positive floats, whose bits
-order as they do, so the k-th largest weight and the weight at which the mass reaches top_p are
-found by a radix descent over histograms of the bits. Tokens that tie with the last one kept are
-kept too; so the kept set does not depend on an order of sorting.
+Nothing is sorted (`thresholds.py`). Weights are w = exp((logit - max) / temperature). One pass over
+the logits finds the largest of every block of BLOCK; with those most blocks need no second look.
 """
 
 from __future__ import annotations
@@ -12,14 +10,23 @@ import numpy as np
 from numba import njit
 
 from rawpaged.cpu.compiling import kernel
-from rawpaged.cpu.floats import exp
+from rawpaged.cpu.logit_blocks import (
+    LOG2_E,
+    first_index_of,
+    kth_largest,
+    new_last_block,
+    scan_maxima,
+    weigh_block,
+)
+from rawpaged.cpu.logit_kernels import BLOCK
 from rawpaged.cpu.philox import uniform
+from rawpaged.cpu.thresholds import kept_mass, threshold
 
 _ZERO = np.float32(0.0)
-_LOWEST = np.float32(-87.0)
-_RADIX_BITS = 11
-_BUCKETS = 1 << _RADIX_BITS
-_SHIFTS = (21, 10, 0)  # bits [21, 32), [10, 21), [0, 10); the sign is always 0
+_ONE = np.float32(1.0)
+_NOTHING = np.float32(-np.inf)
+_TOP_P_POWERS = (np.float32(8.0), np.float32(14.0), np.float32(np.inf))
+"""Powers of two below the largest weight within which the tokens of top_p are looked for."""
 
 
 @kernel
@@ -39,72 +46,96 @@ def edit_logits_entries(
         logits[row, token_ids[i]] = logit
 
 
-@njit(nogil=True)
-def _argmax(row):
-    """Lowest index of the largest value; -1 when nothing is above -inf (NaN or all forbidden)."""
-    best = -1
-    most = np.float32(-np.inf)
-    for i in range(row.shape[0]):
-        if row[i] > most:
-            most = row[i]
-            best = i
-    return best
+@kernel
+def sample_rows(
+    out, logits, temperature, top_k, top_p, min_p, seeds, positions, sample_indices, start, stop
+):
+    """One token id for each row in [start, stop), -1 where no logit is above -inf."""
+    size = logits.shape[1]
+    num_blocks = (size + BLOCK - 1) // BLOCK
+    maxima = np.empty(num_blocks, np.float32)
+    weights = np.empty(BLOCK, np.float32)
+    kept_ids = np.empty(size, np.int32)
+    kept_weights = np.empty(size, np.float32)
+    for r in range(start, stop):
+        row = logits[r]
+        last_block = new_last_block(row)
+        most = scan_maxima(maxima, row, last_block)
+        if not most > _NOTHING:
+            out[r] = -1
+            continue
+        if temperature[r] == _ZERO:
+            out[r] = first_index_of(most, row, maxima)
+            continue
+        scale = np.float32(LOG2_E / temperature[r])
+        u = uniform(seeds[r], positions[r], sample_indices[r])
+        k = top_k[r] if top_k[r] < size else 0
+        if k <= 0 and top_p[r] >= _ONE and min_p[r] <= _ZERO:
+            out[r] = _draw_from_all(row, last_block, maxima, most, scale, u, weights)
+            continue
+        count, least = _keep(
+            row, last_block, maxima, most, scale, k, top_p[r], min_p[r], weights, kept_ids,
+            kept_weights,
+        )
+        drawn = _draw(kept_weights[:count], least, u)
+        out[r] = kept_ids[drawn] if drawn >= 0 else -1
 
 
 @njit(nogil=True)
-def _threshold(weights, least, amount, by_mass):
-    """The smallest weight kept, as bits, among weights whose bits are >= least.
+def _keep(row, last_block, maxima, most, scale, k, top_p, min_p, weights, kept_ids, kept_weights):
+    """Fill kept_ids and kept_weights with tokens, by id, among which are those that may be drawn.
 
-    Kept are the largest weights until their number (or, `by_mass`, their sum) reaches amount.
+    Returns how many there are, and the bits of the least weight that may be drawn.
     """
-    histogram = np.zeros(_BUCKETS, np.float64)
-    all_bits = weights.view(np.uint32)
-    prefix = np.uint32(0)
-    above = 0.0
-    for level in range(3):
-        shift = np.uint32(_SHIFTS[level])
-        histogram[:] = 0.0
-        mask = np.uint32(_BUCKETS - 1 if level < 2 else (1 << 10) - 1)
-        for i in range(weights.shape[0]):
-            bits = all_bits[i]
-            same = level == 0 or (
-                (bits >> np.uint32(_SHIFTS[level - 1])) == (prefix >> np.uint32(_SHIFTS[level - 1]))
-            )
-            if bits >= least and same:
-                histogram[(bits >> shift) & mask] += np.float64(weights[i]) if by_mass else 1.0
-        bucket = np.int64(mask)
-        lowest = -1
-        while bucket >= 0:
-            if histogram[bucket] > 0.0:
-                lowest = bucket
-                if above + histogram[bucket] >= amount:
-                    break
-                above += histogram[bucket]
-            bucket -= 1
-        if bucket < 0:
-            # Rounding left the total a hair below amount: descend into the lowest bucket.
-            if lowest < 0:
-                return least
-            above -= histogram[lowest]
-            bucket = lowest
-        prefix |= np.uint32(bucket) << shift
-    return prefix
+    # min_p is a share of the largest weight, which is 1; weight 0 is never drawn.
+    least = max(np.float32(min_p).view(np.uint32), np.uint32(1))
+    lowest = kth_largest(maxima, k) if k > 0 else _NOTHING
+    only_top_p = k <= 0 and min_p <= _ZERO
+    total = 0.0
+    if only_top_p:
+        for block in range(maxima.shape[0]):
+            total += np.float64(weigh_block(weights, row, block, last_block, most, scale))
+    count = 0
+    for powers in _TOP_P_POWERS:
+        if only_top_p:
+            lowest = np.float32(most - powers / scale)
+        count = _collect(
+            row, last_block, maxima, most, scale, lowest, least, weights, kept_ids, kept_weights
+        )
+        if not only_top_p or kept_mass(kept_weights[:count], least) >= top_p * total:
+            break
+    found = kept_weights[:count]
+    if k > 0:
+        least = threshold(found, least, np.float64(k), False)
+    if top_p < _ONE:
+        mass = total if only_top_p else kept_mass(found, least)
+        least = threshold(found, least, np.float64(top_p) * mass, True)
+    return count, least
 
 
 @njit(nogil=True)
-def _kept_mass(weights, least):
-    mass = 0.0
-    bits = weights.view(np.uint32)
-    for i in range(weights.shape[0]):
-        if bits[i] >= least:
-            mass += np.float64(weights[i])
-    return mass
+def _collect(
+    row, last_block, maxima, most, scale, lowest, least, weights, kept_ids, kept_weights
+):
+    """Tokens with logits from `lowest` and weights from `least` on, in the order of their ids."""
+    count = 0
+    for block in range(maxima.shape[0]):
+        if maxima[block] >= lowest:
+            weigh_block(weights, row, block, last_block, most, scale)
+            bits = weights.view(np.uint32)
+            logits = row[BLOCK * block : BLOCK * (block + 1)]
+            for i in range(logits.shape[0]):
+                kept_ids[count] = BLOCK * block + i
+                kept_weights[count] = weights[i]
+                if bits[i] >= least and logits[i] >= lowest:
+                    count += 1
+    return count
 
 
 @njit(nogil=True)
-def _draw(weights, least, mass, u):
-    """The token at which the running sum of kept weights, by id, first exceeds u * mass."""
-    target = u * mass
+def _draw(weights, least, u):
+    """Index at which the running sum of weights from `least` on exceeds u times their sum; -1."""
+    target = u * kept_mass(weights, least)
     total = 0.0
     last = -1
     bits = weights.view(np.uint32)
@@ -117,63 +148,27 @@ def _draw(weights, least, mass, u):
     return last
 
 
-@kernel
-def sample_rows(
-    out, logits, temperature, top_k, top_p, min_p, seeds, positions, sample_indices, start, stop
-):
-    """One token id for each row in [start, stop), -1 where no logit is above -inf."""
-    size = logits.shape[1]
-    weights = np.empty(size, np.float32)
-    for r in range(start, stop):
-        best = _argmax(logits[r])
-        out[r] = best
-        if temperature[r] == _ZERO or best < 0:
-            continue
-        most = logits[r, best]
-        for i in range(size):
-            scaled = (logits[r, i] - most) / temperature[r]
-            weights[i] = exp(scaled) if scaled >= _LOWEST else _ZERO
-        # min_p is a share of the largest weight, which is 1; weight 0 is never drawn.
-        least = max(np.float32(min_p[r]).view(np.uint32), np.uint32(1))
-        if 0 < top_k[r] < size:
-            least = _threshold(weights, least, np.float64(top_k[r]), False)
-        if top_p[r] < np.float32(1.0):
-            mass = _kept_mass(weights, least)
-            least = _threshold(weights, least, np.float64(top_p[r]) * mass, True)
-        mass = _kept_mass(weights, least)
-        out[r] = _draw(weights, least, mass, uniform(seeds[r], positions[r], sample_indices[r]))
-
-
-@kernel
-def logprob_rows(
-    chosen, ranks, top_ids, top_logprobs, logits, token_ids, start, stop
-):
-    """Log-probabilities of token_ids and of the likeliest tokens, for rows in [start, stop)."""
-    k = top_ids.shape[1]
-    for r in range(start, stop):
-        row = logits[r]
-        most = row[max(_argmax(row), 0)]
-        total = 0.0
-        rank = 1
-        held = 0
-        target = row[token_ids[r]]
-        for i in range(row.shape[0]):
-            shifted = row[i] - most
-            if shifted >= _LOWEST:
-                total += np.float64(exp(shifted))
-            if row[i] > target:
-                rank += 1
-            if held < k or (k > 0 and row[i] > top_logprobs[r, k - 1]):
-                place = min(held, k - 1)
-                while place > 0 and row[i] > top_logprobs[r, place - 1]:
-                    top_logprobs[r, place] = top_logprobs[r, place - 1]
-                    top_ids[r, place] = top_ids[r, place - 1]
-                    place -= 1
-                top_logprobs[r, place] = row[i]
-                top_ids[r, place] = i
-                held = min(held + 1, k)
-        log_total = np.log(total)
-        chosen[r] = np.float32(np.float64(target - most) - log_total)
-        ranks[r] = rank
-        for j in range(k):
-            top_logprobs[r, j] = np.float32(np.float64(top_logprobs[r, j] - most) - log_total)
+@njit(nogil=True)
+def _draw_from_all(row, last_block, maxima, most, scale, u, weights):
+    """The token at which the running sum of weights, by id, exceeds u times their sum; -1."""
+    num_blocks = maxima.shape[0]
+    sums = np.empty(num_blocks, np.float64)
+    for block in range(num_blocks):
+        sums[block] = weigh_block(weights, row, block, last_block, most, scale)
+    target = u * sums.sum()
+    total = 0.0
+    for block in range(num_blocks):
+        if total + sums[block] > target:
+            weigh_block(weights, row, block, last_block, most, scale)
+            last = -1
+            for i in range(BLOCK):
+                if weights[i] > _ZERO:
+                    total += np.float64(weights[i])
+                    last = BLOCK * block + i
+                    if total > target:
+                        break
+            # Where rounding kept the running sum of the last one below target.
+            return last
+        total += sums[block]
+    # The same for the sum of all: the largest weight then, if there is any.
+    return first_index_of(most, row, maxima) if total > 0.0 else -1

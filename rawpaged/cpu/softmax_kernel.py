@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from rawpaged.cpu.features import FEATURES
-from rawpaged.cpu.vector_ir import I32, I64, LANES, V16F, V16I, BFloat, VectorBuilder
+from rawpaged.cpu.vector_ir import I32, I64, LANES, V16F, V16I, BFloat, VectorBuilder, larger
 
 _NOTHING = float("-inf")
 _LOWEST = -126.0
@@ -86,15 +86,15 @@ def _emit(
     nothing = build.float_constant(_NOTHING)
 
     def largest(index: Any, most: list[Any]) -> list[Any]:
-        return [_larger(builder, row.keep(index, row.load(index), nothing), most[0])]
+        return [larger(builder, row.keep(index, row.load(index), nothing), most[0])]
 
-    most = _fold(build, build.loop(num_vectors, [nothing], largest)[0], _larger)
+    most = build.fold(build.loop(num_vectors, [nothing], largest)[0], larger)
     every_most = build.broadcast(most)
 
     def weigh(index: Any, total: list[Any]) -> list[Any]:
         x = builder.fsub(row.load(index), every_most)
         # NaN, the second operand, stays.
-        x = _larger(builder, build.float_constant(_LOWEST), x)
+        x = larger(builder, build.float_constant(_LOWEST), x)
         weight = row.keep(index, build.power_of_two(x), build.zeros())
         if bfloat16:
             halves = builder.fptrunc(weight, ir.VectorType(BFloat(), LANES))
@@ -103,31 +103,6 @@ def _emit(
             build.store(weight, build.at(weights, index, 4 * LANES), align=4)
         return [builder.fadd(total[0], weight)]
 
-    total = _fold(build, build.loop(num_vectors, [build.zeros()], weigh)[0], ir.IRBuilder.fadd)
+    total = build.fold(build.loop(num_vectors, [build.zeros()], weigh)[0], ir.IRBuilder.fadd)
     build.store(most, state, align=4)
     build.store(total, state, 4, align=4)
-
-
-def _larger(builder: Any, a: Any, b: Any) -> Any:
-    """b where one of them is NaN."""
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _fold(build: VectorBuilder, vector: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
-    """The sixteen elements joined, as a balanced tree."""
-    builder = build.builder
-    width = LANES
-    while width > 1:
-        width //= 2
-        undefined = ir.Constant(vector.type, ir.Undefined)
-        halves = [
-            builder.shuffle_vector(
-                vector,
-                undefined,
-                ir.Constant(ir.VectorType(I32, width), list(range(first, first + width))),
-            )
-            for first in (0, width)
-        ]
-        vector = join(builder, *halves)
-    return builder.extract_element(vector, I32(0))
-

@@ -148,6 +148,24 @@ class VectorBuilder:
         sign = builder.shl(builder.and_(bits, self.constant(0x8000)), self.constant(16))
         return builder.bitcast(builder.or_(known, sign), V16F)
 
+    def fold(self, vector: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+        """The sixteen elements joined by join(builder, a, b), as a balanced tree."""
+        builder = self.builder
+        width = LANES
+        while width > 1:
+            width //= 2
+            undefined = ir.Constant(vector.type, ir.Undefined)
+            low, high = (
+                builder.shuffle_vector(
+                    vector,
+                    undefined,
+                    ir.Constant(ir.VectorType(I32, width), list(range(first, first + width))),
+                )
+                for first in (0, width)
+            )
+            vector = join(builder, low, high)
+        return builder.extract_element(vector, I32(0))
+
     def prefetch(self, address: Any, offset: int = 0) -> None:
         """Fetch the cache line at an address that will be read soon; any address will do.
 
@@ -207,3 +225,8 @@ class VectorBuilder:
     def _pointer(self, address: Any, type_: Any, offset: int) -> Any:
         moved = self.builder.add(address, I64(offset)) if offset else address
         return self.builder.inttoptr(moved, type_.as_pointer())
+
+
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger of each pair, b where one of them is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)

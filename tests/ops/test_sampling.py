@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from rawpaged.backend import Backend
 from rawpaged.cpu.philox import philox4x32
+from tests import reference
 from tests.ops.row_cases import edit_case
-from tests.ops.sampling_suite import SamplingSuite
+from tests.ops.sampling_suite import SamplingSuite, repeat, sampling_rows
 
 
 @pytest.fixture
@@ -21,6 +24,49 @@ class TestSampling(SamplingSuite):
     @pytest.fixture
     def ops(self, backend: Backend) -> Backend:
         return backend
+
+
+@pytest.mark.parametrize("size", [127, 129, 5003])
+@pytest.mark.parametrize("spread", [0.05, 3.0])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_k": 3}, {"top_k": 60}, {"top_p": 0.3}, {"top_p": 0.95}, {"min_p": 0.4},
+     {"top_k": 60, "top_p": 0.5}],
+    ids=str,
+)  # fmt: skip
+def test_many_blocks_of_logits(
+    backend: Backend, size: int, spread: float, params: dict[str, Any]
+) -> None:
+    """Flat and steep distributions, more tokens to keep than blocks, and what no token has."""
+    logits = (spread * np.random.default_rng(size).standard_normal(size)).astype(np.float32)
+    logits[[5, size - 1]] = np.nan
+    logits[7] = -np.inf
+    logits[128 % size] = logits[~np.isnan(logits)].max()  # a tie for the largest
+    asked: dict[str, Any] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
+    known = np.where(np.isnan(logits), -np.inf, logits)
+    with np.errstate(invalid="ignore"):
+        kept = reference.kept_tokens(known, **asked)
+    draws = 4000
+    sampled = backend.sample(repeat(logits, draws), sampling_rows(draws, **asked))
+    counts = np.bincount(sampled, minlength=size)
+    assert not counts[~kept].any()
+    expected = np.where(kept, np.exp(reference.log_softmax(known / 0.7)), 0)
+    expected *= draws / expected.sum()
+    assert (np.abs(counts - expected) <= 6 * np.sqrt(expected) + 5).all()
+    assert (counts[expected > 20] > 0).all()
+
+
+@pytest.mark.parametrize("k", [1, 50])
+def test_logprobs_over_many_blocks(backend: Backend, k: int) -> None:
+    """Ties within and across blocks are told by the lower id."""
+    logits = np.random.default_rng(0).integers(-20, 20, (3, 1001)).astype(np.float32)
+    ids = np.array([0, 500, 1000], np.int32)
+    table = backend.token_logprobs(logits, ids, k)
+    expected = reference.log_softmax(logits)
+    np.testing.assert_allclose(table.chosen, expected[np.arange(3), ids], atol=2e-5)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(table.top_token_ids, order)
+    assert (table.ranks == 1 + (logits > logits[np.arange(3), ids][:, None]).sum(1)).all()
 
 
 def test_edits_follow_the_definitions(backend: Backend) -> None:
