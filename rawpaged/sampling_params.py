@@ -28,7 +28,7 @@ EarlyStopping = bool | Literal["never"]
 """When a beam search that has its hypotheses ends; see `rawpaged.engine.beam_search`."""
 
 _INTEGERS = ("n", "top_k", "min_tokens", "priority")
-_OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL_INTEGERS = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -59,6 +59,7 @@ class RequestOutputKind(enum.Enum):
 
 
 _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "best_of": (None,),
     "temperature": (1.0, 0.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
@@ -85,6 +86,9 @@ class SamplingParams:
 
     n: int = 1
     """Number of samples of the one prompt, or of beams."""
+    best_of: int | None = None
+    """Draw so many and return the `n` likeliest, best first, by the sum of their tokens'
+    log-probabilities; only the final output is sent. None: `n`."""
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
@@ -142,6 +146,11 @@ class SamplingParams:
         self._check_beam_search()
 
     @property
+    def num_samples(self) -> int:
+        """Samples to compute, of which `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         assert isinstance(self.stop, tuple)
@@ -175,6 +184,7 @@ class SamplingParams:
     def _check_ranges(self) -> None:
         bounds: tuple[tuple[str, float, float, str], ...] = (
             ("n", 1, MAX_N, f"between 1 and {MAX_N}"),
+            ("best_of", 1, MAX_N, f"between 1 and {MAX_N}"),
             ("temperature", 0.0, 100.0, "between 0 and 100"),
             ("top_k", -1, 2**31 - 1, "-1, 0 or a positive integer"),
             ("min_p", 0.0, 1.0, "between 0 and 1"),
@@ -209,6 +219,16 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"repetition_penalty must be greater than 0, not {self.repetition_penalty}",
                 "repetition_penalty",
+            )
+        if self.num_samples < self.n:
+            raise InvalidRequestError(
+                f"best_of={self.best_of} is less than n={self.n}", "best_of"
+            )
+        if self.num_samples > self.n and self.output_kind is RequestOutputKind.DELTA:
+            raise InvalidRequestError(
+                f"best_of={self.best_of} with n={self.n} cannot be sent as it comes: which samples "
+                "are the best shows at the end",
+                "best_of",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

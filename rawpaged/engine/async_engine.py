@@ -113,6 +113,13 @@ class AsyncEngine:
         """The KV pool in numbers, when the step that runs is over. Raises EngineClosedError."""
         return await asyncio.wrap_future(self._thread.kv_stats())
 
+    async def reset_prefix_cache(self) -> int:
+        """Let no later request find KV that was computed before; requests that run go on.
+
+        Returns the number of blocks that were to be found. Raises EngineClosedError.
+        """
+        return await asyncio.wrap_future(self._thread.reset_prefix_cache())
+
     async def block_map(self, first_block: int, num_blocks: int) -> BlockMap:
         """Part of the KV pool, block by block, when the step that runs is over.
 

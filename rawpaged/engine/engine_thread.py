@@ -127,6 +127,12 @@ class EngineThread:
         self._put(_Call(lambda: (profiler.num_steps, scheduler.pool_snapshot()), snapshot))
         return snapshot
 
+    def reset_prefix_cache(self) -> Future[int]:
+        """Forget all prefixes between steps; the number of blocks. Raises EngineClosedError."""
+        num_blocks: Future[int] = Future()
+        self._put(_Call(self._engine.scheduler.reset_prefix_cache, num_blocks))
+        return num_blocks
+
     @property
     def is_sleeping(self) -> bool:
         return self._engine.sleep_level > 0
@@ -235,7 +241,7 @@ class EngineThread:
                 cache_keys=() if params.cache_salt is None else (f"salt={params.cache_salt}",),
                 arrival_time=submission.arrival_time,
             )
-            for index in range(params.n)
+            for index in range(params.num_samples)
         ]
         self._engine.add_group(
             RequestGroup(samples, priority=params.priority, lockstep=params.use_beam_search)

@@ -149,6 +149,13 @@ class LLM:
         """The KV pool in numbers, when the step that runs is over. Raises EngineClosedError."""
         return self._thread.kv_stats().result()
 
+    def reset_prefix_cache(self) -> int:
+        """Let no later request find KV that was computed before; requests that run go on.
+
+        Returns the number of blocks that were to be found. Raises EngineClosedError.
+        """
+        return self._thread.reset_prefix_cache().result()
+
     def sleep(self, level: int = 1) -> None:
         """Give memory back to the system or the device until `wake_up`.
 

@@ -70,7 +70,7 @@ class OutputProcessor:
         """Expect outputs of the submission's samples."""
         samples = [
             SampleOutput(index, submission.prompt_token_ids, submission.params, self._tokenizer)
-            for index in range(submission.params.n)
+            for index in range(submission.params.num_samples)
         ]
         state = _RequestState(submission, self._tokenizer, samples)
         self._states[submission.request_id] = state
@@ -195,9 +195,12 @@ class _RequestState:
         if self.error is not None:
             self.submission.sink(self.error)
             return
-        kind = self.submission.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+        params, kind = self.submission.params, self.submission.params.output_kind
+        is_ranked = params.num_samples > params.n
+        if (kind is RequestOutputKind.FINAL_ONLY or is_ranked) and not self.finished:
             return
+        if is_ranked:
+            self.samples = _best(self.samples, params.n)
         delta = kind is RequestOutputKind.DELTA
         samples = (
             [sample for sample in self.samples if sample.index in self.touched]
@@ -220,3 +223,11 @@ class _RequestState:
                 num_cached_tokens=self.num_cached_tokens,
             )
         )
+
+
+def _best(samples: list[SampleOutput], n: int) -> list[SampleOutput]:
+    """The n likeliest samples, best first and numbered so; of equal ones the first."""
+    ranked = sorted(samples, key=lambda sample: -sample.cumulative_logprob)[:n]
+    for index, sample in enumerate(ranked):
+        sample.index = index
+    return ranked

@@ -31,7 +31,8 @@ class SampleOutput:
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self._cumulative_logprob = 0.0
+        self.cumulative_logprob = 0.0
+        """Sum over the tokens whose log-probabilities were given."""
         self._beam_score: float | None = None
         self._stop_reason: int | str | None = None
         self._sent_text = 0
@@ -58,10 +59,10 @@ class SampleOutput:
         return stop
 
     def add_logprobs(self, entry: PositionLogprobs) -> None:
-        """Keep those of a token, if its user wants any."""
+        """Keep those of a token, if its user wants any, and add its own up."""
+        self.cumulative_logprob += entry.logprobs[0]
         if self._logprobs is not None:
             self._logprobs.append(named_logprobs(entry, self._tokenizer))
-            self._cumulative_logprob += entry.logprobs[0]
 
     def add_beam(self, beam: BeamOutput) -> None:
         """Become a sequence that a beam search has found, and end."""
@@ -80,7 +81,7 @@ class SampleOutput:
                         ranks=(token.rank, *range(1, len(best.token_ids) + 1)),
                     )
                 )
-        self._cumulative_logprob = hypothesis.cumulative_logprob
+        self.cumulative_logprob = hypothesis.cumulative_logprob
         self._beam_score = hypothesis.score
         self.end(beam.finish_reason, beam.stop_reason)
 
@@ -104,7 +105,7 @@ class SampleOutput:
             index=self.index,
             text=self._text[first_char:],
             token_ids=self._token_ids[first_token:],
-            cumulative_logprob=self._cumulative_logprob if has_sum else None,
+            cumulative_logprob=self.cumulative_logprob if has_sum else None,
             logprobs=None if self._logprobs is None else self._logprobs[first_token:],
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self._stop_reason,

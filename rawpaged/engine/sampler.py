@@ -80,9 +80,11 @@ def sample(
 
 def _num_logprobs(request: Request) -> int | None:
     """Likeliest tokens to list: those to be reported, and what a beam chooses from."""
-    reported = request.sampling_params.logprobs
-    if not request.sampling_params.use_beam_search:
-        return reported
+    params = request.sampling_params
+    reported = params.logprobs
+    if not params.use_beam_search:
+        # Of samples that are compared, at least the drawn token's.
+        return 0 if reported is None and params.num_samples > params.n else reported
     return max(reported or 0, beam_rules(request).num_candidates)
 
 

@@ -26,8 +26,8 @@ class Admission:
     """Moves requests from the waiting to the running ones, in order, while they fit.
 
     The first that does not fit ends a step's admissions, so that nobody is overtaken for ever.
-    Only a request whose sibling is computing their common prompt is passed over meanwhile: it will
-    take that sibling's blocks.
+    Only a request of whose tokens others are computing the beginning is passed over meanwhile: it
+    will take their blocks. It waits for requests that run only, so it is not for ever.
     """
 
     def __init__(
@@ -115,19 +115,40 @@ class Admission:
         return num_taken + num_requests <= self._config.max_num_seqs
 
     def _find_start(self, request: Request) -> _Start | None:
-        """The best there is; None while a sibling is on its way through the prompt."""
+        """The best there is; None while there will be something better soon.
+
+        That is while a sibling is on its way through the prompt, or another request computes the
+        first block that is missing.
+        """
         found = _Start(*self._kv_cache_manager.get_computed_blocks(request))
         siblings = self._running.members(request.group)
         if not siblings or request.wants_prompt_logprobs:
-            return found
-        num_prompt_tokens = request.num_prompt_tokens
-        if all(sibling.num_computed_tokens < num_prompt_tokens for sibling in siblings):
+            is_coming = self._kv_cache_manager.is_being_computed(request, found.num_tokens)
+            return None if is_coming else found
+        # Those in lockstep begin together, once the first has computed the prompt.
+        is_expected = request.group.lockstep and request.num_output_tokens == 0
+        common = {sibling: self._num_common_tokens(request, sibling) for sibling in siblings}
+        parent = max(siblings, key=lambda sibling: common[sibling])
+        if is_expected or common[parent] < request.num_prompt_tokens:
             return None
-        parent = max(siblings, key=lambda sibling: _num_common_tokens(request, sibling))
-        shared = self._kv_cache_manager.get_shareable_blocks(
-            parent, _num_common_tokens(request, parent)
-        )
+        shared = self._kv_cache_manager.get_shareable_blocks(parent, common[parent])
         return _Start(*shared, parent) if shared[1] > found.num_tokens else found
+
+    def _num_common_tokens(self, request: Request, sibling: Request) -> int:
+        """Tokens at the beginning that the sibling has too, computed after this step at the latest.
+
+        That is early enough for reading: in every layer a step stores all KV before it reads any.
+        But a request that lacks tokens writes behind those, and so to a copy of a block that is not
+        full, and copies are made before the step.
+        """
+        end = min(request.num_tokens, self._kv_cache_manager.num_tokens_in_blocks(sibling))
+        first = min(end, request.num_prompt_tokens)
+        pairs = zip(request.token_ids[first:end], sibling.token_ids[first:end], strict=True)
+        common = next((first + i for i, (own, other) in enumerate(pairs) if own != other), end)
+        if common == request.num_tokens:
+            return common
+        block_size = self._kv_cache_manager.block_size
+        return max(common // block_size * block_size, min(common, sibling.num_computed_tokens))
 
     def _has_room_for(self, request: Request, start: _Start) -> bool:
         # Requests in lockstep start one by one but cannot go on without each other.
@@ -170,11 +191,3 @@ class Admission:
         if self._kv_cache_manager.block_pool.enable_caching and request.reads_prefix_cache:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += request.num_cached_tokens
-
-
-def _num_common_tokens(request: Request, sibling: Request) -> int:
-    """Tokens at the beginning that the sibling has computed and that are the request's too."""
-    end = min(request.num_tokens, sibling.num_computed_tokens)
-    first = min(end, request.num_prompt_tokens)
-    pairs = zip(request.token_ids[first:end], sibling.token_ids[first:end], strict=True)
-    return next((first + i for i, (own, other) in enumerate(pairs) if own != other), end)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from rawpaged.request import Request
-from rawpaged.scheduler.block_hash import extend_block_hashes
 from rawpaged.scheduler.block_pool import BlockPool
+from rawpaged.scheduler.prefix_cache import PrefixCache
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class KVCacheManager:
     ) -> None:
         """Without `publish_generated`, blocks that hold generated tokens stay private."""
         self.block_size = block_size
-        self._publish_generated = publish_generated
         self.block_pool = BlockPool(num_blocks, enable_caching)
+        self._prefix_cache = PrefixCache(self.block_pool, block_size, publish_generated)
         self._allocations: dict[str, _Allocation] = {}
         self._copies: list[tuple[int, int]] = []
         # Totals since construction.
@@ -54,16 +54,12 @@ class KVCacheManager:
 
         Takes no reference: the blocks are the request's only after `start`.
         """
-        if not (self.block_pool.enable_caching and request.reads_prefix_cache):
-            return [], 0
-        extend_block_hashes(request, self.block_size)
-        block_ids: list[int] = []
-        for block_hash in request.block_hashes:
-            block_id = self.block_pool.get_cached_block(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
+        block_ids = self._prefix_cache.find(request)
         return block_ids, len(block_ids) * self.block_size
+
+    def is_being_computed(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request computes the block behind the first `num_tokens` tokens."""
+        return self._prefix_cache.is_announced(request, num_tokens // self.block_size)
 
     def get_shareable_blocks(self, parent: Request, num_tokens: int) -> tuple[list[int], int]:
         """The parent's blocks for its first `num_tokens` tokens, and how many tokens they hold.
@@ -113,20 +109,25 @@ class KVCacheManager:
             request.num_computed_tokens // self.block_size,
             request.num_computed_tokens,
         )
+        self._prefix_cache.announce(request, request.num_computed_tokens // self.block_size)
+
+    def num_tokens_in_blocks(self, request: Request) -> int:
+        """Tokens whose KV the request's blocks hold after the step that is being put together."""
+        return self._allocations[request.request_id].num_tokens
 
     def fork(self, parent: Request, child: Request, computed_blocks: Sequence[int]) -> None:
         """`start` with blocks of the parent's; the child publishes no more than the parent does."""
         self.start(child, computed_blocks)
-        self._allocations[child.request_id].publishes = self._allocations[
-            parent.request_id
-        ].publishes
+        # The parent may not live to publish what it computes in this step.
+        self._allocations[child.request_id].num_published = 0
+        self._set_publishes(child, self._allocations[parent.request_id].publishes)
         self.num_forks += 1
 
     def resume(self, request: Request, computed_blocks: Sequence[int], *, publishes: bool) -> None:
         """`start` with blocks that have been brought back, which are published once more."""
         self.start(request, computed_blocks)
-        allocation = self._allocations[request.request_id]
-        allocation.num_published, allocation.publishes = 0, publishes
+        self._allocations[request.request_id].num_published = 0
+        self._set_publishes(request, publishes)
 
     def has_slots_for(self, requests: Iterable[Request]) -> bool:
         """Whether the next token of every one of these can be written.
@@ -216,20 +217,10 @@ class KVCacheManager:
         known already      published now                                      | stays private
         """
         allocation = self._allocations[request.request_id]
-        num_tokens = request.num_computed_tokens
-        if not self._publish_generated:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
-        num_full_blocks = num_tokens // self.block_size
-        if num_full_blocks <= allocation.num_published or not allocation.publishes:
-            return
-        if self.block_pool.enable_caching:
-            extend_block_hashes(request, self.block_size)
-            for index in range(allocation.num_published, num_full_blocks):
-                block_id = allocation.block_table[index]
-                # Of those that share blocks which were swapped in, the first publishes them.
-                if self.block_pool.block_hash(block_id) is None:
-                    self.block_pool.cache_block(block_id, request.block_hashes[index])
-        allocation.num_published = num_full_blocks
+        if allocation.publishes:
+            allocation.num_published = self._prefix_cache.publish(
+                request, allocation.block_table, allocation.num_published
+            )
 
     def reorder(self, requests: Sequence[Request], parents: Sequence[int]) -> None:
         """Each request's blocks become what those of `requests[parent]` were before the call."""
@@ -249,6 +240,7 @@ class KVCacheManager:
         """Gives up the request's blocks, its tail first; a request without any is fine."""
         allocation = self._allocations.pop(request.request_id, None)
         if allocation is not None:
+            self._prefix_cache.withdraw(request.request_id)
             self.block_pool.free(reversed(allocation.block_table))
 
     def reset_prefix_cache(self) -> None:
@@ -257,7 +249,7 @@ class KVCacheManager:
         Running requests keep their blocks. What they still compute rests on KV from before, so
         they publish nothing more.
         """
-        self.block_pool.reset_prefix_cache()
+        self._prefix_cache.reset()
         for allocation in self._allocations.values():
             allocation.publishes = False
 
@@ -277,6 +269,11 @@ class KVCacheManager:
                 assert self.block_pool.block_hash(block_id) is None, f"{block_id=} is published"
             for block_id in table[num_full + (num_in_last > 0) :]:
                 assert self.block_pool.ref_count(block_id) == 1, f"{block_id=} is shared"
+
+    def _set_publishes(self, request: Request, publishes: bool) -> None:
+        self._allocations[request.request_id].publishes = publishes
+        if not publishes:
+            self._prefix_cache.withdraw(request.request_id)
 
     def _copy_on_write(self, table: list[int], index: int) -> None:
         """Puts a block in the place of one that others hold too, to be filled by a copy."""

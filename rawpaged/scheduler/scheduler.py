@@ -268,10 +268,15 @@ class Scheduler:
             self._num_never_started += 1
         request.status = RequestStatus.FINISHED
 
-    def reset_prefix_cache(self) -> None:
-        """No later prefix hit sees KV from before this call; running requests go on."""
+    def reset_prefix_cache(self) -> int:
+        """No later prefix hit sees KV from before this call; running requests go on.
+
+        Returns the number of blocks that a hit would have found.
+        """
+        num_blocks = len(self.kv_cache_manager.block_pool.published_blocks())
         self.kv_cache_manager.reset_prefix_cache()
         self.swap_space.stop_publishing()
+        return num_blocks
 
     def kv_stats(self) -> KVStats:
         """The KV pool in numbers; to be called between steps. Linear in the running requests."""

@@ -25,6 +25,7 @@ from rawpaged.server.kv import show_kv
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.middleware import add_headers, check_api_key, log_access, report_errors
 from rawpaged.server.page import page_routes
+from rawpaged.server.prefix_cache import reset_prefix_cache
 from rawpaged.server.profiling import start_profile, stop_profile
 from rawpaged.server.sleep import show_is_sleeping, sleep, wake_up
 from rawpaged.server.tokenize import detokenize, tokenize
@@ -93,6 +94,7 @@ def _routes() -> list[web.RouteDef]:
         web.get("/version", show_version),
         web.get("/metrics", show_metrics),
         web.get("/kv", show_kv),
+        web.post("/reset_prefix_cache", reset_prefix_cache),
         web.post("/sleep", sleep),
         web.post("/wake_up", wake_up),
         web.get("/is_sleeping", show_is_sleeping),

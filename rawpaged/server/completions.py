@@ -52,9 +52,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             split_prompts(body.prompt),
             add_special_tokens=body.add_special_tokens is not False,
         )
-        if len(prompts) * params.n > MAX_CHOICES:
+        if len(prompts) * params.num_samples > MAX_CHOICES:
+            name = "n" if params.best_of is None else "best_of"
             raise InvalidRequestError(
-                f"{len(prompts)} prompts of n={params.n} are more than {MAX_CHOICES} choices", "n"
+                f"{len(prompts)} prompts of {name}={params.num_samples} are more than "
+                f"{MAX_CHOICES} choices",
+                name,
             )
         token_ids = [prompt.token_ids for prompt in prompts]
         with renamed_errors(_engine_names(body)):
@@ -73,7 +76,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     without continuing it, becomes one token that is generated and not shown.
     """
     body.check_stream()
-    overrides: dict[str, int | None] = {"logprobs": body.logprobs}
+    overrides: dict[str, int | None] = {"logprobs": body.logprobs, "best_of": body.best_of}
     if body.echo and body.prompt_logprobs is None:
         overrides["prompt_logprobs"] = body.logprobs
     if body.echo and body.max_tokens == 0:

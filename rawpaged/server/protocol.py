@@ -88,6 +88,7 @@ class CompletionRequest(GenerationRequest):
     prompt: PromptField
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = None
     add_special_tokens: bool | None = None
 
 
@@ -170,7 +171,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
-    "best_of": (None, 1),
     "detokenize": (None, True),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -193,6 +193,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 NEUTRAL_CHAT_VALUES: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
+    "best_of": (None, 1),
     "add_special_tokens": (None, False),
     "audio": (None,),
     "chat_template": (None,),

@@ -25,6 +25,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "frequency_penalty": [-2.1, 2.1, NAN, None],
     "repetition_penalty": [0.0, -1.0, NAN, INFINITY, None],
     "logit_bias": [{1: 101.0}, {1: NAN}, {1: "x"}, {1: None}, [1], "x"],
+    "best_of": [0, -1, 129, 1.5, "2", True],
     "seed": [2**64, -(2**63) - 1, 1.5, "1", True],
     "stop": ["", [""], ["a"] * 33, [1], 5, {"a"}],
     "stop_token_ids": [5, {5}],

@@ -34,6 +34,12 @@ def _continued(token_ids: list[int], length: int) -> list[int]:
     return token_ids
 
 
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
 MAX_PROMPT = 14
 TEXTS = [_continued(list(start), MAX_PROMPT) for start in ((0,), (0, 1), (2, 2, 2))]
 """Prompts are beginnings of these, so prefixes are shared, and outputs repeat longer prompts."""
@@ -276,8 +282,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.status is not RequestStatus.RUNNING:
                 siblings = [r for r in request.group.requests if r.status is RequestStatus.RUNNING]
                 computed = [r.num_computed_tokens for r in siblings]
-                assert siblings, "overtaken"
-                assert max(computed) < request.num_prompt_tokens, "overtaken"
+                begins_with_all = request.group.lockstep and request.num_output_tokens == 0
+                is_forked_later = siblings and (
+                    begins_with_all or max(computed) < request.num_prompt_tokens
+                )
+                assert is_forked_later or self._is_computed_by_others(request), "overtaken"
+
+    def _is_computed_by_others(self, request: Request) -> bool:
+        """Whether a request that runs has yet to compute a full block that this one has too."""
+        size = self.config.block_size
+        return self.config.enable_prefix_caching and any(
+            _num_common(request.token_ids, other.token_ids) // size
+            > other.num_computed_tokens // size
+            for other in self.unfinished
+            if other.status is RequestStatus.RUNNING and other.cache_keys == request.cache_keys
+        )
 
     def _ready(self, kept: Sequence[Request], budget: int) -> list[Request]:
         """Those that get their one token before any chunk."""
@@ -300,6 +319,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             siblings = [r for r in request.group.requests if r.status is RequestStatus.RUNNING]
             is_swapped = request.status is RequestStatus.SWAPPED
             if request.group.lockstep or siblings or is_swapped:
+                return
+            if self._is_computed_by_others(request):
                 return
             if scheduler.num_running < config.max_num_seqs:
                 num_blocks = -(-request.num_tokens // config.block_size)

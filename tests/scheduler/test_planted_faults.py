@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from rawpaged.request import Request, RequestGroup, RequestStatus
-from rawpaged.scheduler import admission, block_hash
+from rawpaged.scheduler import block_hash
 from rawpaged.scheduler.admission import Admission
 from rawpaged.scheduler.block_pool import BlockPool
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
 from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.scheduler.preemption import Preemption
+from rawpaged.scheduler.prefix_cache import PrefixCache
 from rawpaged.scheduler.scheduler import Scheduler
 from rawpaged.scheduler.step import Step
 from rawpaged.scheduler.swap_space import SwapIn, SwapSpace
@@ -45,6 +46,7 @@ append_rightly = KVCacheManager.allocate_slots
 share_rightly = KVCacheManager.get_shareable_blocks
 start_rightly = KVCacheManager.start
 give_rightly = Step.give
+publish_rightly = PrefixCache.publish
 swap_out_rightly = SwapSpace.swap_out
 swap_in_rightly = SwapSpace.swap_in
 swap_group_rightly = Preemption.preempt_group
@@ -112,14 +114,22 @@ POOL_FAULTS: list[tuple[Any, str, Any]] = [
 ]
 
 
-def publish_blocks_before_they_are_computed(manager: KVCacheManager, request: Request) -> None:
-    allocation = manager._allocations[request.request_id]
-    block_hash.extend_block_hashes(request, manager.block_size)
-    pairs = list(zip(allocation.block_table, request.block_hashes, strict=False))
-    if manager.block_pool.enable_caching and allocation.publishes:
-        for block_id, digest in pairs[allocation.num_published :]:
-            manager.block_pool.cache_block(block_id, digest)
-        allocation.num_published = max(allocation.num_published, len(pairs))
+def publish_blocks_before_they_are_computed(
+    cache: PrefixCache, request: Request, block_table: Sequence[int], first: int
+) -> int:
+    num_computed_tokens = request.num_computed_tokens
+    request.num_computed_tokens = min(request.num_tokens, len(block_table) * cache._block_size)
+    end = publish_rightly(cache, request, block_table, first)
+    request.num_computed_tokens = num_computed_tokens
+    return end
+
+
+def announce_for_ever(cache: PrefixCache, request_id: str) -> None:
+    pass
+
+
+def wait_for_what_nobody_computes(cache: PrefixCache, request: Request, index: int) -> bool:
+    return cache._block_pool.enable_caching and index < len(request.block_hashes)
 
 
 def count_hits_as_room(
@@ -246,8 +256,15 @@ def fork_without_references(
     table[: len(computed_blocks)] = computed_blocks
 
 
-def fork_from_other_tokens(request: Request, sibling: Request) -> int:
+def fork_from_other_tokens(admission: Admission, request: Request, sibling: Request) -> int:
     return min(request.num_tokens, sibling.num_computed_tokens)
+
+
+def copy_what_this_step_computes(admission: Admission, request: Request, sibling: Request) -> int:
+    end = admission._kv_cache_manager.num_tokens_in_blocks(sibling)
+    pairs = zip(request.token_ids, sibling.token_ids[:end], strict=False)
+    equal = [own == other for own, other in pairs]
+    return equal.index(False) if False in equal else len(equal)
 
 
 def store_what_is_stored(step: Step, request: Request, num_tokens: int) -> None:
@@ -344,7 +361,9 @@ def sample_out_of_step(scheduler: Scheduler, group: RequestGroup, budget: int) -
 SCHEDULER_FAULTS: list[tuple[Any, str, Any]] = [
     *POOL_FAULTS[:3],
     (BlockPool, "touch", touch_but_leave_evictable),
-    (KVCacheManager, "publish", publish_blocks_before_they_are_computed),
+    (PrefixCache, "publish", publish_blocks_before_they_are_computed),
+    (PrefixCache, "withdraw", announce_for_ever),
+    (PrefixCache, "is_announced", wait_for_what_nobody_computes),
     (KVCacheManager, "can_take", count_hits_as_room),
     (KVCacheManager, "free", keep_blocks_of_stopped_requests),
     (block_hash, "hash_block", hash_without_parent),
@@ -362,7 +381,8 @@ SCHEDULER_FAULTS: list[tuple[Any, str, Any]] = [
     (KVCacheManager, "has_slots_for", count_no_room_for_copies),
     (KVCacheManager, "get_shareable_blocks", share_blocks_that_get_full),
     (KVCacheManager, "fork", fork_without_references),
-    (admission, "_num_common_tokens", fork_from_other_tokens),
+    (Admission, "_num_common_tokens", fork_from_other_tokens),
+    (Admission, "_num_common_tokens", copy_what_this_step_computes),
     (Step, "give", store_what_is_stored),
     (KVCacheManager, "reorder", reorder_and_free_first),
     (Scheduler, "reorder", reorder_tables_only),

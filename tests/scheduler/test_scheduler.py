@@ -352,17 +352,15 @@ def test_samples_share_the_prompt_that_the_first_computes() -> None:
     runner = Runner(make_config())
     samples = runner.add_group(make_group("A", 3, [0, 1, 2, 3, 4, 0], max_tokens=3))
     runner.add(make_request("B", [4], max_tokens=2))
-    # The other samples wait for the first, and hold up nobody.
-    assert shares(runner.step()[0]) == [("A0", 0, 6), ("B", 0, 1)]
     output, _ = runner.step()
-    assert shares(output) == [("A0", 6, 1), ("B", 1, 1), ("A1", 5, 1), ("A2", 5, 1)]
-    assert [s.first_stored for s in output.scheduled] == [6, 1, 6, 6]
-    assert [s.block_table for s in output.scheduled] == [(0, 1), (2,), (0, 1), (0, 1)]
+    assert shares(output) == [("A0", 0, 6), ("A1", 5, 1), ("A2", 5, 1), ("B", 0, 1)]
+    assert [s.first_stored for s in output.scheduled] == [0, 6, 6, 0]
+    assert [s.block_table for s in output.scheduled] == [(0, 1), (0, 1), (0, 1), (2,)]
     assert output.block_copies == ()
     output, _ = runner.step()
-    assert shares(output) == [("A0", 7, 1), ("A1", 6, 1), ("A2", 6, 1)]
-    assert [s.block_table for s in output.scheduled] == [(0, 2), (0, 3), (0, 1)]
-    assert output.block_copies == ((1, 2), (1, 3))
+    assert shares(output) == [("A0", 6, 1), ("A1", 6, 1), ("A2", 6, 1), ("B", 1, 1)]
+    assert [s.block_table for s in output.scheduled] == [(0, 3), (0, 4), (0, 1), (2,)]
+    assert output.block_copies == ((1, 3), (1, 4))
     runner.drain()
     for sample in samples:
         assert sample.output_token_ids == solo_run(sample)[0]
@@ -372,11 +370,34 @@ def test_samples_share_the_prompt_that_the_first_computes() -> None:
     assert runner.scheduler.kv_cache_manager.num_forks == 2
 
 
+def test_samples_wait_for_a_prompt_in_chunks_and_hold_up_nobody() -> None:
+    runner = Runner(make_config(max_num_batched_tokens=4))
+    runner.add(make_request("B", [4], max_tokens=4))
+    runner.step()
+    runner.add_group(make_group("A", 3, [0] * 10, max_tokens=3))
+    runner.add(make_request("C", [5], max_tokens=1))
+    steps = [shares(runner.step()[0]) for _ in range(4)]
+    assert steps == [
+        [("B", 1, 1), ("A0", 0, 3)],
+        [("B", 2, 1), ("A0", 3, 3)],
+        [("B", 3, 1), ("A0", 6, 3)],
+        [("A0", 9, 1), ("A1", 9, 1), ("A2", 9, 1), ("C", 0, 1)],
+    ]
+
+
+def test_samples_that_end_at_once_share_the_prompt_all_the_same() -> None:
+    runner = Runner(make_config(enable_prefix_caching=False))
+    runner.add_group(make_group("A", 4, [0] * 11, max_tokens=1))
+    output, finished = runner.step()
+    assert [len(s.token_ids) for s in output.scheduled] == [11, 1, 1, 1]
+    assert finished == ["A0", "A1", "A2", "A3"]
+
+
 def test_more_samples_than_seats_run_in_turns() -> None:
     runner = Runner(make_config(max_num_seqs=2))
     samples = runner.add_group(make_group("A", 5, [0, 1, 2, 3, 4, 0], max_tokens=3))
-    names = [[name for name, _, _ in shares(runner.step()[0])] for _ in range(5)]
-    assert names == [["A0"], ["A0", "A1"], ["A0", "A1"], ["A1", "A2"], ["A2", "A3"]]
+    names = [[name for name, _, _ in shares(runner.step()[0])] for _ in range(7)]
+    assert names == [["A0", "A1"]] * 3 + [["A2", "A3"]] * 3 + [["A4"]]
     runner.drain()
     for sample in samples:
         assert sample.output_token_ids == solo_run(sample)[0]
@@ -394,12 +415,14 @@ def test_one_sample_computes_every_position_for_prompt_logprobs() -> None:
     runner.add(make_request("B", [1] * 9, max_tokens=1))
     runner.step()
     runner.add_group(make_group("A", 2, [1] * 9, max_tokens=2, prompt_logprobs=1))
-    assert shares(runner.step()[0]) == [("A0", 0, 9)]
-    assert shares(runner.step()[0]) == [("A0", 9, 1), ("A1", 8, 1)]
+    assert shares(runner.step()[0]) == [("A0", 0, 9), ("A1", 8, 1)]
+    assert shares(runner.step()[0]) == [("A0", 9, 1), ("A1", 9, 1)]
 
 
 def test_samples_of_a_preempted_group_share_again() -> None:
-    config = make_config(num_blocks=8, max_model_len=28, enable_prefix_caching=False)
+    config = make_config(
+        num_blocks=8, max_model_len=28, max_num_batched_tokens=32, enable_prefix_caching=False
+    )
     runner = Runner(config)
     a = runner.add(make_request("A", [0] * 11, max_tokens=9))
     b0, b1 = runner.add_group(make_group("B", 2, [1] * 8, max_tokens=9))
@@ -408,11 +431,10 @@ def test_samples_of_a_preempted_group_share_again() -> None:
     assert b1.status is RequestStatus.PREEMPTED
     while not a.is_finished:
         runner.step()
-    first, _ = runner.step()
-    assert shares(first) == [("B0", 0, b0.num_tokens - 1)]
-    second, _ = runner.step()
-    # It has the prompt and whatever output is equal from its sibling, and computes its own.
-    (_, start, num_tokens) = shares(second)[1]
+    output, _ = runner.step()
+    # B1 has the prompt and whatever output is equal from its sibling, and computes its own.
+    (first, (_, start, num_tokens)) = shares(output)
+    assert first == ("B0", 0, b0.num_tokens - 1)
     assert start >= 8
     assert start + num_tokens == b1.num_tokens - 1
     runner.drain()
@@ -595,3 +617,53 @@ def test_groups_are_queued_until_one_of_them_has_run() -> None:
     assert scheduler.num_queued_groups == 1
     runner.drain()
     assert scheduler.num_queued_groups == 0
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    runner = Runner(make_config(max_num_batched_tokens=8))
+    prompt = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    for name in "AB":
+        runner.add(make_request(name, prompt, max_tokens=2))
+    runner.add(make_request("C", [*prompt[:5], 0, 0, 0], max_tokens=1))
+    runner.add(make_request("D", [5], max_tokens=1))
+    assert shares(runner.step()[0]) == [("A", 0, 8)]
+    # B has all that A has computed, C its first block; nobody waits for blocks that are not full.
+    steps = [shares(runner.step()[0]) for _ in range(2)]
+    assert steps == [
+        [("A", 8, 2), ("B", 8, 2), ("C", 4, 4)],
+        [("A", 10, 1), ("B", 10, 1), ("D", 0, 1)],
+    ]
+    assert runner.scheduler.prefix_cache_hits == 8 + 4
+
+
+def test_whoever_waits_for_a_prefix_is_passed_over() -> None:
+    runner = Runner(make_config())
+    for name, prompt in (("A", [0] * 9), ("B", [0] * 9), ("C", [5])):
+        runner.add(make_request(name, prompt, max_tokens=2))
+    assert shares(runner.step()[0]) == [("A", 0, 9), ("C", 0, 1)]
+    assert shares(runner.step()[0]) == [("A", 9, 1), ("C", 1, 1), ("B", 8, 1)]
+
+
+@pytest.mark.parametrize("how", ["abort", "reset"])
+def test_nobody_waits_for_a_prefix_that_will_not_come(how: str) -> None:
+    runner = Runner(make_config(max_num_batched_tokens=8))
+    for name in "AB":
+        runner.add(make_request(name, [0] * 16, max_tokens=2))
+    assert shares(runner.step()[0]) == [("A", 0, 8)]
+    if how == "abort":
+        runner.scheduler.finish("A", FinishReason.ABORT)
+        assert shares(runner.step()[0]) == [("B", 8, 8)]
+    else:
+        runner.scheduler.reset_prefix_cache()
+        assert shares(runner.step()[0]) == [("A", 8, 8)]
+        assert shares(runner.step()[0]) == [("A", 16, 1), ("B", 0, 7)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_keys": ("salt",)}, {"skip_reading_prefix_cache": True}]
+)
+def test_nobody_waits_for_a_prefix_that_it_will_not_read(options: dict[str, Any]) -> None:
+    runner = Runner(make_config(max_num_batched_tokens=32))
+    runner.add(make_request("A", [0] * 9, max_tokens=2))
+    runner.add(make_request("B", [0] * 9, max_tokens=2, **options))
+    assert shares(runner.step()[0]) == [("A", 0, 9), ("B", 0, 9)]

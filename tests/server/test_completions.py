@@ -325,3 +325,27 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(server: Server) 
     assert answer.error["param"] == "prompt"
     assert "1025 characters" in answer.error["message"]
     assert len(server.engine.calls) == calls
+
+
+def test_best_of(server: Server) -> None:
+    answer = complete(server.url, n=2, best_of=5)
+    assert answer.status == 200
+    assert len(answer.json["choices"]) == 2
+    params = last_params(server)
+    assert (params.n, params.best_of, params.num_samples) == (2, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3, "best_of": 2},
+        {"best_of": 2, "stream": True},
+        {"best_of": 2, "use_beam_search": True},
+        {"best_of": 128, "prompt": ["a"] * 17},
+    ],
+)
+def test_best_of_what_cannot_be(server: Server, fields: dict[str, Any]) -> None:
+    answer = complete(server.url, **fields)
+    assert answer.status == 400
+    assert answer.error["param"] == "best_of"
+    assert complete(server.url, n=2, best_of=2, stream=True).status == 200

@@ -91,6 +91,7 @@ COMPLETION_WRONG_VALUES: dict[str, Sequence[Any]] = {
     ),
     "logprobs": ("1", True, -1, 21, 1.5),
     "echo": ("true", 1),
+    "best_of": ("2", 0, 129, 1.5, True),
     "add_special_tokens": ("true", 1),
 }
 CHAT_WRONG_VALUES: dict[str, Sequence[Any]] = {
@@ -125,7 +126,6 @@ CHAT_WRONG_VALUES: dict[str, Sequence[Any]] = {
     "chat_template_kwargs": ([], "a", {"messages": []}, {"add_generation_prompt": True}),
 }
 UNSUPPORTED: dict[str, Any] = {
-    "best_of": 2,
     "suffix": "end",
     "functions": [{"name": "f"}],
     "function_call": "auto",

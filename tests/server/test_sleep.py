@@ -133,7 +133,7 @@ def test_queries_that_are_not_known(server: Server, method: str, route: str, par
 def test_bodies_are_refused(server: Server) -> None:
     answer = send(server.url, "POST", "/sleep", {"level": 2})
     assert answer.status == 400
-    assert "?level=1" in answer.error["message"]
+    assert "?level=" in answer.error["message"]
     assert not is_sleeping(server)
 
 
