@@ -186,10 +186,12 @@ class SamplingParams:
             ("n", 1, MAX_N, f"between 1 and {MAX_N}"),
             ("best_of", 1, MAX_N, f"between 1 and {MAX_N}"),
             ("temperature", 0.0, 100.0, "between 0 and 100"),
-            ("top_k", -1, 2**31 - 1, "-1, 0 or a positive integer"),
+            ("top_k", -1, 2**31 - 1, "between -1 and 2147483647"),
             ("min_p", 0.0, 1.0, "between 0 and 1"),
             ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
+            # A logit divided or multiplied by more than this is near the end of float32.
+            ("repetition_penalty", 0.01, 100.0, "between 0.01 and 100"),
             ("seed", -(2**63), 2**64 - 1, "a 64-bit integer"),
             ("priority", -(2**63), 2**63 - 1, "a 64-bit integer"),
             ("max_tokens", 1, math.inf, "at least 1"),
@@ -215,11 +217,6 @@ class SamplingParams:
             )
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(f"top_p must be in (0, 1], not {self.top_p}", "top_p")
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise InvalidRequestError(
-                f"repetition_penalty must be greater than 0, not {self.repetition_penalty}",
-                "repetition_penalty",
-            )
         if self.num_samples < self.n:
             raise InvalidRequestError(
                 f"best_of={self.best_of} is less than n={self.n}", "best_of"

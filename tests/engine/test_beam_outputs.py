@@ -38,6 +38,16 @@ def some_stops(llm: LLM) -> list[int]:
     return sorted({outputs[0].token_ids[3], outputs[-1].token_ids[6]})
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_a_prompt_that_is_cached_from_end_to_end(llm: LLM, num_blocks: int) -> None:
+    prompt = [7, 9] * (num_blocks * engine_of(llm).scheduler.config.block_size // 2)
+    first, again = find(llm, prompt), find(llm, prompt)
+    assert again.num_cached_tokens == len(prompt)
+    assert [sample.token_ids for sample in again.outputs] == [
+        sample.token_ids for sample in first.outputs
+    ]
+
+
 def test_texts_and_reasons(llm: LLM) -> None:
     assert llm.tokenizer is not None
     stops = some_stops(llm)
