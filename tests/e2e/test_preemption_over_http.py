@@ -21,6 +21,7 @@ from tests.server.client import Answer, send
 from tests.server.conftest import serve
 from tests.tiny import VOCAB_SIZE, engine_of, tiny_config, wait_until, write_tokenizer
 
+MODEL = pytest.mark.model
 NUM_REQUESTS = 64
 NUM_ABORTED = 6
 NUM_BLOCKS = 40
@@ -72,7 +73,10 @@ class Choice:
 
 
 def make_cases(rng: random.Random, *, with_token_ids: bool, longest: int) -> list[Case]:
-    """Greedy and seeded, n=1 and n=2, a third with a common prefix; each streamed and not."""
+    """Greedy and seeded, one to three samples, a third with a common prefix, some with salts.
+
+    Each is sent as a stream and not.
+    """
     shared_text = " ".join(rng.choices(WORDS, k=25))
     shared_ids = [rng.randrange(3, VOCAB_SIZE) for _ in range(35)]
     cases = []
@@ -90,8 +94,10 @@ def make_cases(rng: random.Random, *, with_token_ids: bool, longest: int) -> lis
         fields |= rng.choice([{}, {"ignore_eos": True}, {"stop": ["e", " the"], "min_tokens": 3}])
         if i % 5 == 0:
             fields["logprobs"] = 2
-        if i % 7 == 0:
-            fields["n"] = 2
+        if i % 3 == 1:
+            fields["n"] = rng.choice((2, 3))
+        if i % 6 == 0:
+            fields["cache_salt"] = rng.choice("ab")
         cases += [Case(prompt, fields, stream=False), Case(prompt, fields, stream=True)]
     rng.shuffle(cases)
     return cases
@@ -185,6 +191,7 @@ class Run:
     answers: list[list[Choice] | int]
     """Choices, or the number of tokens read by a client that left."""
     metrics: dict[str, float]
+    swaps: bool
 
 
 def run_alone(config: EngineConfig, cases: list[Case]) -> tuple[list[list[Choice]], list[int]]:
@@ -215,7 +222,12 @@ def run_together(
 
     def idle() -> bool:
         values = metrics(server.url)
-        names = ("num_requests_running", "num_requests_waiting", "kv_blocks_used")
+        names = (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_blocks_used",
+            "cpu_cache_usage_perc",
+        )
         return not any(values[name] for name in names)
 
     with (
@@ -229,10 +241,21 @@ def run_together(
         return answers, metrics(server.url)
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.model)])
+RUNS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "tiny swapping by priority": {"preemption_mode": "swap", "scheduling_policy": "priority"},
+    "smollm2 swapping": {"preemption_mode": "swap"},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["tiny", "tiny swapping by priority", pytest.param("smollm2 swapping", marks=MODEL)],
+)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = random.Random(3)
-    if request.param == "tiny":
+    flags: dict[str, Any] = RUNS[request.param]
+    if request.param.startswith("tiny"):
         tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
         config = tiny_config(tokenizer=str(tokenizer), max_model_len=512, num_threads=2)
         cases = make_cases(rng, with_token_ids=True, longest=60)
@@ -242,14 +265,20 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for index in rng.sample(range(NUM_REQUESTS), NUM_ABORTED):
         cases[index] = leaving(cases[index])
     expected, prompt_lens = run_alone(config, cases)
-    small = replace(config, num_gpu_blocks_override=NUM_BLOCKS)
+    if flags.get("scheduling_policy") == "priority":
+        cases = [replace(c, fields={**c.fields, "priority": rng.randint(-1, 1)}) for c in cases]
+    swap_space = 0.05 if flags else 0
+    small = replace(config, num_gpu_blocks_override=NUM_BLOCKS, swap_space=swap_space, **flags)
     answers, values = run_together(small, cases)
-    return Run(cases, expected, prompt_lens, answers, values)
+    return Run(cases, expected, prompt_lens, answers, values, swaps=bool(flags))
 
 
 def test_answers_are_those_of_solo_runs(ran: Run) -> None:
     """Token ids, text, log-probabilities to the last bit, and reasons."""
     assert ran.metrics["num_preemptions_total"] > 0
+    assert (ran.metrics["swapped_in_blocks_total"] > 0) == ran.swaps
+    assert ran.metrics["kv_forks_total"] > 0
+    assert ran.metrics["kv_block_copies_total"] > 0
     for case, expected, answer in zip(ran.cases, ran.expected, ran.answers, strict=True):
         if not case.leaves:
             assert answer == expected, case
@@ -259,7 +288,7 @@ def test_the_cases_are_mixed(ran: Run) -> None:
     choices = [choice for expected in ran.expected for choice in expected]
     assert {choice.finish_reason for choice in choices} == {"stop", "length"}
     assert {type(choice.stop_reason) for choice in choices} == {str, type(None)}
-    assert {len(expected) for expected in ran.expected} == {1, 2}
+    assert {len(expected) for expected in ran.expected} == {1, 2, 3}
     assert {case.stream for case in ran.cases} == {True, False}
     assert sum(choice.top_logprobs != [] for choice in choices) > 5
     assert ran.metrics["prefix_cache_hits_total"] > 0
@@ -302,5 +331,6 @@ def test_nothing_is_left(ran: Run) -> None:
     assert values["kv_blocks"] == NUM_BLOCKS
     assert values["kv_blocks_used"] == 0
     assert values["kv_blocks_free"] + values["kv_blocks_cached"] == NUM_BLOCKS
+    assert values["cpu_cache_usage_perc"] == values["num_requests_swapped"] == 0
     assert values["num_requests_running"] == values["num_requests_waiting"] == 0
     assert values["kv_cache_usage_perc"] == 0

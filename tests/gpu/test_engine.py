@@ -17,6 +17,7 @@ from rawpaged.config import SchedulerConfig
 from rawpaged.engine.engine import Engine
 from rawpaged.gpu.backend import CudaBackend
 from rawpaged.gpu.device import Device
+from rawpaged.request import Request, RequestGroup
 from rawpaged.weights.checkpoint import open_checkpoint
 from rawpaged.weights.loader import load_weights
 from tests.engine.helpers import (
@@ -27,6 +28,7 @@ from tests.engine.helpers import (
     recorded_logits,
     request,
     run,
+    samples,
 )
 from tests.hostsim.cupy_stand_in import CupyStandIn, SimulatedCudaDevice
 from tests.hostsim.device import HostDevice
@@ -52,6 +54,7 @@ def gpu_engine(
     budget: int = 64,
     batch_invariant: bool = False,
     enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
 ) -> Engine:
     """A tiny checkpoint's engine over simulated kernels."""
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
@@ -69,6 +72,7 @@ def gpu_engine(
         kv_scales=kv_scales,
         enforce_eager=enforce_eager,
         batch_invariant=batch_invariant,
+        num_host_blocks=num_host_blocks,
     )
     config = SchedulerConfig(
         num_blocks=num_blocks,
@@ -77,6 +81,8 @@ def gpu_engine(
         max_num_seqs=4,
         max_num_batched_tokens=budget,
         enable_prefix_caching=enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        preemption_mode="swap" if num_host_blocks else "recompute",
         batch_invariant=batch_invariant,
     )
     return Engine(config, runner)
@@ -151,3 +157,29 @@ def test_a_device_that_is_late_gives_the_same_bits(enforce_eager: bool) -> None:
         logits.append(recorded_logits(engine))
         engine.close()
     assert logits[0] == logits[1]
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_samples_share_copy_and_swap(enforce_eager: bool) -> None:
+    """Forks, copies on write, blocks to pinned memory and back: the bits of each sample alone."""
+
+    def groups() -> list[list[Request]]:
+        return [
+            samples(str(i), n, [(7 * i + j) % 320 for j in range(length)], max_tokens=6,
+                    temperature=1.0, seed=i)
+            for i, (n, length) in enumerate(((1, 30), (3, 21), (2, 30)))
+        ]  # fmt: skip
+
+    flags: dict[str, Any] = {"enforce_eager": enforce_eager, "batch_invariant": True}
+    alone = gpu_engine("llama", "bfloat16", **flags, enable_prefix_caching=False)
+    for each in [each for group in groups() for each in group]:
+        each.group = RequestGroup((each,))
+        run(alone, [each])
+    expected = recorded_logits(alone)
+    alone.close()
+    engine = gpu_engine("llama", "bfloat16", **flags, num_blocks=6, num_host_blocks=8)
+    run(engine, [each for group in groups() for each in group])
+    assert recorded_logits(engine) == expected
+    stats = engine.scheduler.kv_stats()
+    assert min(stats.num_forks, stats.num_block_copies, stats.num_swapped_in_blocks) > 0
+    engine.close()
