@@ -171,7 +171,7 @@ class SamplingRows:
     min_p: npt.NDArray[np.float32]  # f32[num_rows]
     seeds: npt.NDArray[np.uint64]  # u64[num_rows], key of the counter-based generator
     positions: npt.NDArray[np.uint32]  # u32[num_rows], position of the token drawn
-    sample_indices: npt.NDArray[np.uint32]  # u32[num_rows], which of a request's n samples
+    sample_indices: npt.NDArray[np.uint32]  # u32[num_rows], apart at one seed and position
 
 
 @dataclass(frozen=True, slots=True)

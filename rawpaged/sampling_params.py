@@ -103,7 +103,7 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
-    """None: drawn at random when the request is admitted."""
+    """None: drawn at random when the request is admitted. Sample i of n is drawn with seed + i."""
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False

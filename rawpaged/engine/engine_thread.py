@@ -236,7 +236,8 @@ class EngineThread:
                 params,
                 max_tokens=max_tokens,
                 eos_token_ids=self._admission.model_config.eos_token_ids,
-                seed=seed,
+                # As vLLM: sample i is what a request of its own with seed + i gives.
+                seed=seed + index,
                 sample_index=index,
                 cache_keys=() if params.cache_salt is None else (f"salt={params.cache_salt}",),
                 arrival_time=submission.arrival_time,

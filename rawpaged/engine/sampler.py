@@ -111,7 +111,8 @@ def _sampling_rows(requests: Sequence[Request]) -> SamplingRows:
         min_p=np.array([p.min_p for p in params], np.float32),
         seeds=np.array([request.seed & _SEED_MASK for request in requests], np.uint64),
         positions=np.array([request.num_tokens for request in requests], np.uint32),
-        sample_indices=np.array([request.sample_index for request in requests], np.uint32),
+        # A prompt's samples have seeds of their own.
+        sample_indices=np.zeros(len(requests), np.uint32),
     )
 
 

@@ -133,7 +133,10 @@ def request(
 
 def samples(name: str, n: int, prompt: Sequence[int], **params: Any) -> list[Request]:
     """Requests name.0, name.1, ... of one group."""
-    requests = [request(f"{name}.{i}", prompt, sample_index=i, **params) for i in range(n)]
+    seed = params.pop("seed", 0)
+    requests = [
+        request(f"{name}.{i}", prompt, sample_index=i, seed=seed + i, **params) for i in range(n)
+    ]
     return RequestGroup(requests).requests[:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_the_prompt_is_held_once(engine: Engine, prompt: list[int], n: int) -> N
     assert theory - n <= peak <= theory
     alone = []
     for index in range(n):
-        single = request("b", prompt, sample_index=index, **params)
+        single = request("b", prompt, **{**params, "seed": 11 + index})
         (output,), used = run(engine, single.group)
         alone.append(output)
         assert used == num_blocks
@@ -75,14 +76,16 @@ def test_the_prompt_is_held_once(engine: Engine, prompt: list[int], n: int) -> N
 
 
 def test_through_the_public_interface(llm: LLM, prompt: list[int]) -> None:
-    """Sample 0 is what a single request with its seed says; all are equal however often asked."""
+    """Sample i is what a single request with seed + i says; all are equal however often asked."""
     params = SamplingParams(n=4, max_tokens=MAX_TOKENS, seed=11, temperature=0.8, ignore_eos=True)
     first, again = llm.generate([prompt, prompt], params, use_tqdm=False)
-    (single,) = llm.generate(
-        prompt,
-        SamplingParams(max_tokens=MAX_TOKENS, seed=11, temperature=0.8, ignore_eos=True),
+    singles = llm.generate(
+        [prompt] * 4,
+        [replace(params, n=1, seed=11 + index) for index in range(4)],
         use_tqdm=False,
     )
     assert first.outputs == again.outputs
-    assert first.outputs[0] == single.outputs[0]
+    assert [sample.text for sample in first.outputs] == [
+        single.outputs[0].text for single in singles
+    ]
     assert len({sample.text for sample in first.outputs}) == 4
