@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def run(engine: Engine, group: RequestGroup) -> tuple[list[list[int]], int]:
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_prompt_is_held_once(engine: Engine, prompt: list[int], n: int) -> None:
     """Full blocks of the prompt once, the rest of each sample by itself; and as many tokens."""
-    params = {"max_tokens": MAX_TOKENS, "temperature": 0.8, "seed": 11}
+    params: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.8, "seed": 11}
     num_before = engine.scheduler.num_prompt_tokens
     outputs, peak = run(engine, samples("a", n, prompt, **params)[0].group)
     assert engine.scheduler.num_prompt_tokens == num_before + PROMPT_LEN
