@@ -108,8 +108,8 @@ def test_every_step_of_a_crowded_pool(enable_prefix_caching: bool) -> None:
 
 def test_requests_are_told_without_their_tokens() -> None:
     runner = Runner(make_config(max_num_batched_tokens=6, max_num_seqs=2))
-    for name, length in (("a", 5), ("b", 9), ("c", 3)):
-        runner.add(make_request(name, [1] * length, 5))
+    for token_id, (name, length) in enumerate((("a", 5), ("b", 9), ("c", 3))):
+        runner.add(make_request(name, [token_id] * length, 5))
     runner.step()
     block_map = make_block_map(
         runner.scheduler.pool_snapshot(), step=3, first_block=0, num_blocks=4
