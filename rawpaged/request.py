@@ -70,6 +70,7 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "awaited_hash",
         "block_hashes",
         "cache_keys",
         "eos_token_ids",
@@ -122,6 +123,8 @@ class Request:
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         """Chained digest of each full block of `token_ids`, extended as blocks fill."""
+        self.awaited_hash: bytes | None = None
+        """Of the block that it waits for others to compute, if it does."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.group = RequestGroup((self,))

@@ -43,6 +43,7 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._config = config
+        self._num_seats_taken = 0
         # Totals since construction.
         self.num_started_groups = 0
         self.prefix_cache_queries = 0
@@ -52,7 +53,12 @@ class Admission:
 
     def admit(self, step: Step) -> None:
         """Starts requests while the step has budget."""
-        for group in tuple(self._waiting.groups):
+        self._num_seats_taken = sum(
+            len(group.requests) if group.lockstep else len(self._running.members(group))
+            for group in self._running.groups
+        )
+        # Looking at whoever waits for others costs time in every step, so not at any number.
+        for group in tuple(self._waiting.groups[: 2 * self._config.max_num_seqs]):
             if not self._admit_group(group, step):
                 return
 
@@ -106,13 +112,9 @@ class Admission:
 
     def _has_seats_for(self, group: RequestGroup, num_requests: int) -> bool:
         """Whether so many of the group may run more than do now; in lockstep, all of it."""
-        num_taken = sum(
-            len(other.requests) if other.lockstep else len(self._running.members(other))
-            for other in self._running.groups
-        )
         if group.lockstep:
             num_requests = 0 if self._running.members(group) else len(group.requests)
-        return num_taken + num_requests <= self._config.max_num_seqs
+        return self._num_seats_taken + num_requests <= self._config.max_num_seqs
 
     def _find_start(self, request: Request) -> _Start | None:
         """The best there is; None while there will be something better soon.
@@ -120,10 +122,12 @@ class Admission:
         That is while a sibling is on its way through the prompt, or another request computes the
         first block that is missing.
         """
-        found = _Start(*self._kv_cache_manager.get_computed_blocks(request))
         siblings = self._running.members(request.group)
         if not siblings or request.wants_prompt_logprobs:
-            is_coming = self._kv_cache_manager.is_being_computed(request, found.num_tokens)
+            if self._kv_cache_manager.waits_for_prefix(request):
+                return None
+            found = _Start(*self._kv_cache_manager.get_computed_blocks(request))
+            is_coming = self._kv_cache_manager.awaits_prefix(request, found.num_tokens)
             return None if is_coming else found
         # Those in lockstep begin together, once the first has computed the prompt.
         is_expected = request.group.lockstep and request.num_output_tokens == 0
@@ -131,6 +135,7 @@ class Admission:
         parent = max(siblings, key=lambda sibling: common[sibling])
         if is_expected or common[parent] < request.num_prompt_tokens:
             return None
+        found = _Start(*self._kv_cache_manager.get_computed_blocks(request))
         shared = self._kv_cache_manager.get_shareable_blocks(parent, common[parent])
         return _Start(*shared, parent) if shared[1] > found.num_tokens else found
 
@@ -180,6 +185,10 @@ class Admission:
         self._run(request)
 
     def _run(self, request: Request) -> None:
+        if not request.group.lockstep:
+            self._num_seats_taken += 1
+        elif not self._running.members(request.group):
+            self._num_seats_taken += len(request.group.requests)
         self.num_started_groups += not request.group.has_started
         request.group.has_started = True
         self._waiting.remove(request)

@@ -57,9 +57,16 @@ class KVCacheManager:
         block_ids = self._prefix_cache.find(request)
         return block_ids, len(block_ids) * self.block_size
 
-    def is_being_computed(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request computes the block behind the first `num_tokens` tokens."""
-        return self._prefix_cache.is_announced(request, num_tokens // self.block_size)
+    def awaits_prefix(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request computes the block behind the first `num_tokens` tokens.
+
+        Then it is the one that `waits_for_prefix` looks for.
+        """
+        return self._prefix_cache.awaits(request, num_tokens // self.block_size)
+
+    def waits_for_prefix(self, request: Request) -> bool:
+        """Whether a block that the request has been found to need is still being computed."""
+        return self._prefix_cache.is_announced(request.awaited_hash)
 
     def get_shareable_blocks(self, parent: Request, num_tokens: int) -> tuple[list[int], int]:
         """The parent's blocks for its first `num_tokens` tokens, and how many tokens they hold.
@@ -129,12 +136,14 @@ class KVCacheManager:
         self._allocations[request.request_id].num_published = 0
         self._set_publishes(request, publishes)
 
-    def has_slots_for(self, requests: Iterable[Request]) -> bool:
+    def has_slots_for(self, requests: Sequence[Request]) -> bool:
         """Whether the next token of every one of these can be written.
 
         A request at the end of its blocks takes a new one, and one whose last block is shared takes
         a copy, save the last of those that share it.
         """
+        if len(requests) <= self.block_pool.num_takeable_blocks:
+            return True
         owners: dict[int, int] = {}
         num_needed = 0
         for request in requests:
@@ -158,16 +167,17 @@ class KVCacheManager:
         blocks full | last one, maybe shared: copied first | as many as are missing, taken now
         """
         allocation = self._allocations[request.request_id]
-        table, num_tokens = allocation.block_table, request.num_computed_tokens + num_new_tokens
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(table)
-        index = request.num_computed_tokens // self.block_size
+        table, num_computed = allocation.block_table, request.num_computed_tokens
+        num_new_blocks = max(0, self.num_blocks_for(num_computed + num_new_tokens) - len(table))
+        index = num_computed // self.block_size
         is_shared = index < len(table) and self.block_pool.ref_count(table[index]) > 1
-        if max(0, num_new_blocks) + is_shared > self.block_pool.num_takeable_blocks:
-            return False
-        if is_shared:
-            self._copy_on_write(table, index)
-        table += self.block_pool.take(max(0, num_new_blocks))
-        allocation.num_tokens = num_tokens
+        if num_new_blocks or is_shared:
+            if num_new_blocks + is_shared > self.block_pool.num_takeable_blocks:
+                return False
+            if is_shared:
+                self._copy_on_write(table, index)
+            table += self.block_pool.take(num_new_blocks)
+        allocation.num_tokens = num_computed + num_new_tokens
         return True
 
     def take_block_copies(self) -> tuple[tuple[int, int], ...]:

@@ -36,12 +36,22 @@ class PrefixCache:
             block_ids.append(block_id)
         return block_ids
 
-    def is_announced(self, request: Request, index: int) -> bool:
-        """Whether a running request is about to compute what this one's block `index` will hold."""
+    def awaits(self, request: Request, index: int) -> bool:
+        """Whether a running request is about to compute what this one's block `index` will hold.
+
+        Notes the hash in `request.awaited_hash`, so that asking again costs little.
+        """
+        request.awaited_hash = None
         if not (self._block_pool.enable_caching and request.reads_prefix_cache):
             return False
         hashes = request.block_hashes
-        return index < len(hashes) and hashes[index] in self._owner_of_hash
+        if index < len(hashes) and self.is_announced(hashes[index]):
+            request.awaited_hash = hashes[index]
+        return request.awaited_hash is not None
+
+    def is_announced(self, block_hash: bytes | None) -> bool:
+        """Whether a running request is about to compute the block; None is no block's hash."""
+        return block_hash in self._owner_of_hash
 
     def announce(self, request: Request, first: int) -> None:
         """Tells that the request's blocks from index `first` on are going to be computed."""

@@ -39,8 +39,8 @@ class GroupQueue:
         """All of them, in order."""
         return [request for group in self._groups for request in self._members[group]]
 
-    def members(self, group: RequestGroup) -> Sequence[Request]:
-        """Requests of the group that are in this queue, now and not later."""
+    def members(self, group: RequestGroup) -> tuple[Request, ...]:
+        """Requests of the group that are in this queue now."""
         return tuple(self._members.get(group, ()))
 
     def add(self, request: Request) -> None:

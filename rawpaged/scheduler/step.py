@@ -22,19 +22,19 @@ class Step:
     def give(self, request: Request, num_tokens: int) -> None:
         """Schedules the next tokens of a request for which there is room."""
         # A request whose every token has KV computes its last one again, for the logits.
-        start = min(request.num_computed_tokens, request.num_tokens - 1)
+        token_ids, first_stored = request.token_ids, request.num_computed_tokens
+        start = min(first_stored, len(token_ids) - 1)
         end = start + num_tokens
-        first_stored = request.num_computed_tokens
         if first_stored < end:
             has_room = self._kv_cache_manager.allocate_slots(request, end - first_stored)
             assert has_room, f"no room for {num_tokens} tokens of {request.request_id}"
         self._scheduled.append(
             ScheduledRequest(
                 request.request_id,
-                tuple(request.token_ids[start:end]),
+                tuple(token_ids[start:end]),
                 start,
                 self._kv_cache_manager.block_table(request.request_id, end),
-                samples=end == request.num_tokens,
+                samples=end == len(token_ids),
                 first_stored=first_stored,
             )
         )

@@ -43,7 +43,6 @@ release_rightly = KVCacheManager.free
 preempt_rightly = Preemption.preempt
 admit_rightly = Admission._admit_group
 append_rightly = KVCacheManager.allocate_slots
-share_rightly = KVCacheManager.get_shareable_blocks
 start_rightly = KVCacheManager.start
 give_rightly = Step.give
 publish_rightly = PrefixCache.publish
@@ -128,8 +127,8 @@ def announce_for_ever(cache: PrefixCache, request_id: str) -> None:
     pass
 
 
-def wait_for_what_nobody_computes(cache: PrefixCache, request: Request, index: int) -> bool:
-    return cache._block_pool.enable_caching and index < len(request.block_hashes)
+def wait_for_what_nobody_computes(cache: PrefixCache, block_hash: bytes | None) -> bool:
+    return block_hash is not None
 
 
 def count_hits_as_room(

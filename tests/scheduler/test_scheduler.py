@@ -644,6 +644,17 @@ def test_whoever_waits_for_a_prefix_is_passed_over() -> None:
     assert shares(runner.step()[0]) == [("A", 9, 1), ("C", 1, 1), ("B", 8, 1)]
 
 
+def test_a_step_passes_over_a_bounded_number() -> None:
+    runner = Runner(make_config(max_num_seqs=2))
+    for name in "ABCD":
+        runner.add(make_request(name, [0] * 9, max_tokens=1))
+    runner.add(make_request("E", [5], max_tokens=1))
+    # A seat and budget are left, but E is behind 2 * max_num_seqs others.
+    assert shares(runner.step()[0]) == [("A", 0, 9)]
+    assert shares(runner.step()[0]) == [("B", 8, 1), ("C", 8, 1)]
+    assert shares(runner.step()[0]) == [("D", 8, 1), ("E", 0, 1)]
+
+
 @pytest.mark.parametrize("how", ["abort", "reset"])
 def test_nobody_waits_for_a_prefix_that_will_not_come(how: str) -> None:
     runner = Runner(make_config(max_num_batched_tokens=8))
