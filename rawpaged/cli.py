@@ -145,7 +145,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "gpu_memory_utilization": {"type": float, "help": "share of a GPU's memory to use in all"},
         "enforce_eager": {
             "action": argparse.BooleanOptionalAction,
-            "help": "decode without captured steps (CUDA graphs, recordings)",
+            "help": "keep no decode steps for replay: CUDA graphs on a GPU, recordings on a CPU",
         },
         "batch_invariant": {
             "action": argparse.BooleanOptionalAction,

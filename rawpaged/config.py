@@ -72,7 +72,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for weights, workspace and KV pool together."""
     enforce_eager: bool = False
-    """No captured decode steps: no CUDA graphs on a GPU, no replayed recordings on a CPU."""
+    """Capture no decode steps to replay them later: no CUDA graphs on a GPU; on a CPU each step is
+    recorded anew, and not once for its batch size."""
     batch_invariant: bool = False
     """Results that do not depend on other requests, chunks, caches and preemption, bit for bit.
     On a CPU they never do; on a GPU it costs a little (docs/gpu.md)."""
