@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,11 +234,9 @@ class CupyStandIn:
             PinnedMemoryPointer=lambda memory, offset: memory.buffer,
             UnownedMemory=lambda address, nbytes, owner, device_id: owner.buffer,
             MemoryPointer=lambda memory, offset: memory,
-            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(
                 memGetInfo=self._mem_get_info, CUDARuntimeError=CUDARuntimeError
             ),
-            is_available=lambda: True,
         )
         self.ndarray: type[Array] = type("ndarray", (Array,), {"stand_in": self})
 
@@ -277,11 +274,7 @@ class CupyStandIn:
         def free_all_blocks() -> None:
             memory.cached = 0
 
-        return SimpleNamespace(
-            free_all_blocks=free_all_blocks,
-            used_bytes=lambda: memory.used,
-            total_bytes=lambda: memory.used + memory.cached,
-        )
+        return SimpleNamespace(free_all_blocks=free_all_blocks)
 
     def get_default_pinned_memory_pool(self) -> Any:
         return SimpleNamespace(free_all_blocks=lambda: None)
@@ -312,16 +305,6 @@ class CupyStandIn:
     def _mem_get_info(self) -> tuple[int, int]:
         memory = self.memory[self.device_id]
         return memory.total - memory.used - memory.cached, memory.total
-
-
-@contextmanager
-def failing_allocation(memory: Memory, after: int) -> Iterator[None]:
-    """Let the allocation find no memory that comes after so many others."""
-    memory.fail_at = memory.num_allocations + after
-    try:
-        yield
-    finally:
-        memory.fail_at = None
 
 
 class SimulatedCudaDevice(CudaDevice):
