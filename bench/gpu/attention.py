@@ -119,7 +119,6 @@ class _Pool:
         assert error <= _TOLERANCE * abs(expected).max(), f"{error=} {abs(expected).max()=}"
         return "passed"
 
-
     def _values(self, elements: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """What a pool's elements [heads, n, d] stand for."""
         kind = self.backend.kv_cache_dtype
@@ -133,7 +132,7 @@ def time_decode(target: Target, recorder: Recorder, sizes: Sizes) -> None:
     steps = [Step(b, 1, c) for c in sizes.decode_contexts for b in sizes.decode_batches]
     for group in sizes.groups:
         _time_steps(target, recorder, sizes, backend, group, steps, bandwidth)
-        target.device.close()  # gives the pool's memory back, which is now free
+        backend.release_unused()  # the pool's memory, which is now free
     backend.close()
 
 

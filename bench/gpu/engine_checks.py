@@ -38,8 +38,6 @@ def check_engine(target: Target, recorder: Recorder, sizes: Sizes) -> None:
         recorder.check("engine/prompt in chunks", {"dtype": dtype}, check)
     check = partial(_graphs_equal_eager, target)
     recorder.check("engine/graphs equal eager steps", {"dtype": "bfloat16"}, check)
-
-
     check = partial(_sleep_and_wake, target)
     recorder.check("engine/sleep and wake", {"level": 1, "dtype": "bfloat16"}, check)
 

@@ -14,7 +14,7 @@ from bench.gpu.sizes import Sizes
 from bench.gpu.target import Target, fill
 from bench.gpu.timing import Work, cold_copies, copy_bandwidth, summarize, time_device
 from rawpaged.gpu.backend import CudaBackend
-from rawpaged.gpu.linear import PackedLinear, bytes_moved, flops
+from rawpaged.gpu.linear import PackedLinear, as_packed, bytes_moved, flops
 
 _DTYPE = "bfloat16"
 _COMPARED_ROWS = 8
@@ -56,7 +56,7 @@ def random_linear(target: Target, out_features: int, in_features: int) -> Packed
     values = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
     fill(target, weight, (values * np.float32(in_features**-0.5)).astype(ml_dtypes.bfloat16))
     bias = target.device.upload(np.zeros(out_features, np.float32))
-    return PackedLinear(weight, bias, _DTYPE, out_features, in_features, in_features)
+    return as_packed(weight, bias, in_features=in_features)
 
 
 class _Product:
