@@ -24,7 +24,7 @@ from rawpaged.gpu.linear_kernels import Epilogue, Mode
 from rawpaged.gpu.norm import RmsNorm
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.gpu.tuned import ANY_ROWS, FewRowsTile, GemmTile, LinearTile
-from tests.gpu.test_attention import Batch, Extras, make_attention, run
+from tests.gpu.attention_batch import Batch, Extras, make_attention, run
 from tests.hostsim.loader import HostLoader
 from tests.hostsim.wheels import CudaWheels
 from tests.ops.cases import AttentionCase
