@@ -90,12 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     origin = Origin(command_line(given, program="bench.gpu_suite"))
     if parsed.stage:
         return run_stage(_stage(parsed.stage), options, origin)
-    stages = chosen_stages(options.only)
-    if not stages:
+    unknown = [name for name in options.only if not chosen_stages((name,))]
+    if unknown:
         names = ", ".join(stage.name for stage in STAGES)
-        print(f"error: no stage is called {parsed.only}; there are {names}", file=sys.stderr)
+        wrong = ", ".join(unknown)
+        print(f"error: no stage is called {wrong}; there are {names}", file=sys.stderr)
         return 2
-    return run_stages(stages, options, origin)
+    return run_stages(chosen_stages(options.only), options, origin)
 
 
 def chosen_stages(only: Sequence[str]) -> list[Stage]:

@@ -153,6 +153,9 @@ def test_stages_are_chosen_by_name_and_by_group(capsys: pytest.CaptureFixture[st
     assert chosen_stages(("check",)) == []
     assert main(["--only", "check"]) == 2
     assert "no stage is called check" in capsys.readouterr().err
+    # Nor is one of several left out without a word.
+    assert main(["--only", "copy,matmull"]) == 2
+    assert "no stage is called matmull;" in capsys.readouterr().err
 
 
 def test_all_stages_name_functions_that_are_there() -> None:
