@@ -66,7 +66,7 @@ def test_a_sleeping_engine_leaves_the_device_alone(opened: Opened, level: int) -
 
 
 def test_failing_to_wake_takes_nothing(opened: Opened) -> None:
-    """Whichever allocation finds no memory: the engine sleeps on, and wakes another time."""
+    """Every third allocation finds no memory in turn: the engine sleeps on, and wakes later."""
     engine, memory = opened.engine, opened.memory
     before = generate(engine, "before")
     engine.sleep(1)
