@@ -57,24 +57,8 @@ def power_of_two(x):
 
 
 @njit(nogil=True)
-def sum_of(row):
-    """Sum of a float32 row in sixteen chains, element i in chain i % 16."""
-    size = row.shape[0]
-    whole = size - size % _CHAINS
-    sums = np.zeros(_CHAINS, np.float32)
-    for i in range(0, whole, _CHAINS):
-        part = row[i : i + _CHAINS]
-        for j in range(_CHAINS):
-            sums[j] += part[j]
-    rest = row[whole:]
-    for i in range(rest.shape[0]):
-        sums[i] += rest[i]
-    return _fold(sums)
-
-
-@njit(nogil=True)
 def sum_of_squares(row):
-    """Like sum_of, of squares."""
+    """Sum of the squares of a float32 row in sixteen chains, element i in chain i % 16."""
     size = row.shape[0]
     whole = size - size % _CHAINS
     sums = np.zeros(_CHAINS, np.float32)
@@ -97,18 +81,6 @@ def _fold(sums):
         for j in range(width):
             sums[j] += sums[width + j]
     return sums[0]
-
-
-def as_float32(x: Any) -> Any:
-    """The value of a stored element: float32 as it is, bfloat16 held in uint16 widened."""
-    raise TypeError("as_float32 is for compiled code")
-
-
-@overload(as_float32, inline="always")
-def _as_float32(x):
-    if x == types.uint16:
-        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return lambda x: x
 
 
 def stored_like(x: Any, array: Any) -> Any:

@@ -80,10 +80,9 @@ def add_norm_case(size: int = 576, rows: int = 70, rounded: Rounding = exact) ->
 
 @dataclass(frozen=True, slots=True)
 class RopeCase:
-    """x [n, heads, head_dim], whose first `num_rotated` heads are rotated."""
+    """x [n, heads, head_dim], whose first three heads are rotated."""
 
     x: Float32
-    num_rotated: int
     positions: npt.NDArray[np.int32]
     cos_sin: Float32
     expected: Float64
@@ -99,7 +98,7 @@ def rope_case(rounded: Rounding = exact, head_dim: int = 16) -> RopeCase:
     positions = np.array([0, 49, 7, 7], np.int32)
     expected = x.astype(np.float64)
     expected[:, :3] = reference.rope(x[:, :3], positions, frequencies)
-    return RopeCase(x, 3, positions, cos_sin, expected)
+    return RopeCase(x, positions, cos_sin, expected)
 
 
 @dataclass(frozen=True, slots=True)
