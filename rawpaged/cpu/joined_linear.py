@@ -55,7 +55,7 @@ def pack_parts(
     first = 0
     for type_name, group in groupby(parts, key=_type_name):
         rows = [part.blocks if isinstance(part, QuantizedRows) else part for part in group]
-        joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        joined = _join(rows)
         own_bias = None if bias is None else bias[first : first + len(joined)]
         if type_name is None:
             packed.append(pack_linear(joined, own_bias, dtype))
@@ -63,6 +63,14 @@ def pack_parts(
             packed.append(pack_quantized(type_name, joined, own_bias))
         first += len(joined)
     return packed[0] if len(packed) == 1 else JoinedLinear(tuple(packed))
+
+
+def _join(rows: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """One array; float32 if types differ, as float16 and bfloat16 have none in common."""
+    if len(rows) == 1:
+        return rows[0]
+    has_one_type = len({part.dtype for part in rows}) == 1
+    return np.concatenate(rows, dtype=None if has_one_type else np.float32)
 
 
 def _type_name(part: npt.NDArray[Any] | QuantizedRows) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import pytest
+from ml_dtypes import bfloat16
 
 from rawpaged.backend import QuantizedRows
 from rawpaged.cpu.block_kernel import BlockArithmetic, best_block_arithmetic
@@ -178,6 +179,22 @@ def test_parts_of_different_types(dtype: str) -> None:
         begin += count
     team.close()
     assert begin == 144
+
+
+def test_numbers_of_different_types_beside_blocks() -> None:
+    """float16 and bfloat16, which NumPy does not join by itself."""
+    rng = np.random.default_rng(5)
+    halves = normal(rng, 24, 256).astype(np.float16), normal(rng, 40, 256).astype(bfloat16)
+    blocks = QuantizedRows("Q8_0", random_rows(rng, "Q8_0", 32, 256))
+    joined = pack_parts([blocks, *halves], None, "float32")
+    assert joined.row_types == (("Q8_0", 32), (None, 64))
+    assert isinstance(joined, JoinedLinear)
+    out = np.full((64, 256), np.nan, np.float32)
+    team = ThreadTeam(1)
+    LinearOps(team, "float32").embed(out, np.arange(64, dtype=np.int32), joined.parts[1])
+    team.close()
+    expected = np.concatenate([part.astype(np.float32) for part in halves])
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_bits_of_a_weight() -> None:
