@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from rawpaged.cpu.block_kernel import BlockArithmetic, code_bytes
+from rawpaged.cpu.block_kernel import NUMBERS_BYTES, BlockArithmetic, code_bytes
 from rawpaged.cpu.block_types import BLOCK
 from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.features import FEATURES
@@ -32,7 +32,7 @@ _V16B = ir.VectorType(I8, LANES)
 def make_block_quantizer(arithmetic: BlockArithmetic) -> Kernel:
     """A kernel over rows: out u8[n, bytes of a row] = x f32[n, in_features] as blocks."""
     quantize = _make_intrinsic(arithmetic)
-    step = code_bytes(arithmetic) + 16
+    step = code_bytes(arithmetic) + NUMBERS_BYTES
 
     def quantized_rows(out, x, start, stop):
         """out[t] = x[t] in blocks of 32: their codes and four numbers."""
