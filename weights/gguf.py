@@ -251,6 +251,11 @@ def _decode(rows: npt.NDArray[Any], type_id: int) -> npt.NDArray[Any]:
 
 @cache
 def _can_decode(type_id: int) -> bool:
+    """Whether a read of the type will succeed.
+
+    The gguf library knows sizes of more types than it can decode, and has no public list of the
+    latter: it raises NotImplementedError for the others, so a block of zeros is tried.
+    """
     type_name, _, block_bytes = _types()[type_id]
     if type_name in PLAIN_TYPES:
         return True

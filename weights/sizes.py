@@ -13,7 +13,7 @@ from rawpaged.weights.tensors import TensorSource
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Bytes by type, the largest first; bytes of padding and biases are left out."""
+    """Bytes by type, the largest first; padding, and the zeros of absent biases, are left out."""
 
     by_type: Mapping[str, int]
 
