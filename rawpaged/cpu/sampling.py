@@ -25,6 +25,7 @@ from rawpaged.cpu.thresholds import kept_mass, threshold
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _NOTHING = np.float32(-np.inf)
+_MOST_SCALE = float(np.finfo(np.float32).max)
 _TOP_P_POWERS = (np.float32(8.0), np.float32(14.0), np.float32(np.inf))
 """Powers of two below the largest weight within which the tokens of top_p are looked for."""
 
@@ -67,7 +68,8 @@ def sample_rows(
         if temperature[r] == _ZERO:
             out[r] = first_index_of(most, row, maxima)
             continue
-        scale = np.float32(LOG2_E / temperature[r])
+        # Were it infinite, the largest logit's 0 times it would be no number.
+        scale = np.float32(min(LOG2_E / temperature[r], _MOST_SCALE))
         u = uniform(seeds[r], positions[r], sample_indices[r])
         k = top_k[r] if top_k[r] < size else 0
         if k <= 0 and top_p[r] >= _ONE and min_p[r] <= _ZERO:

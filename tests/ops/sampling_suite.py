@@ -66,6 +66,16 @@ class SamplingSuite:
         assert sampled[:2].tolist() == [-1, -1]
         assert sampled[2] in range(4)
 
+    @pytest.mark.parametrize("temperature", [1e-30, 1e-39, 1e-44])
+    @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+    def test_hardly_any_temperature(
+        self, ops: SamplingOps, temperature: float, params: dict[str, float]
+    ) -> None:
+        """As none, also where its inverse is beyond the largest float32."""
+        logits = np.array([[0, 3, 2.5, -np.inf, 1], [-9, -8, -7, -7.5, -80]], np.float32)
+        rows = sampling_rows(2, temperature=temperature, **params)
+        assert ops.sample(logits, rows).tolist() == [1, 2]
+
     @pytest.mark.parametrize(
         "params",
         [
