@@ -212,9 +212,7 @@ def test_the_floor_is_reading_weights_and_keys(target: SimulatedTarget) -> None:
     assert math.isfinite(floor)
 
 
-def test_sanitizers_are_found_in_a_toolkit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sanitizers_are_found_in_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     program = tmp_path / "bin" / "compute-sanitizer"
