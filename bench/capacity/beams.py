@@ -2,7 +2,7 @@
 
 How much beams share depends on the model and the text, so a simulation over lengths needs a record
 of a real search. This one searches with a model of this project, keeps of every step which beam of
-the step before each beam goes on from, and writes that to bench/data. Takes some minutes.
+the step before each beam goes on from, and writes that to bench/capacity/data. Takes some minutes.
 """
 
 from __future__ import annotations

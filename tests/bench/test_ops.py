@@ -59,7 +59,6 @@ def test_every_op_of_the_backend_has_a_case() -> None:
     no_ops = {"empty", "upload", "download", "pack_linear", "pack_quantized"}
     no_ops |= {"kv_bytes_per_block", "new_kv_cache"}
     no_ops |= {"kv_magnitudes", "new_host_kv_cache", "offload_linear", "restore_linear"}
-    no_ops |= {"pack_quantized"}
     no_ops |= {"release_unused", "bind_thread"}
     no_ops |= {"memory_info", "close", "plan", "static_plans", "capture", "run"}
     no_ops |= {"start_profiler", "stop_profiler"}
