@@ -103,13 +103,18 @@ def rate_name(case: ServeCase) -> str:
 
 
 def compared(rows: _Rows, labels: Sequence[str], case: ServeCase) -> dict[str, Any]:
-    """Medians over turns of one case by label, and the first label's rate over each other's."""
+    """Medians over turns of one case by label, and the first label's rate over each other's.
+
+    None over a server of which every request failed.
+    """
     name = rate_name(case)
     rates = {label: _median(rows, label, case.name, name) for label in labels}
     return {
         "rate": name,
         "medians": rates,
-        "ratios": {label: rates[labels[0]] / rates[label] for label in labels[1:]},
+        "ratios": {
+            label: rates[labels[0]] / rates[label] if rates[label] else None for label in labels[1:]
+        },
         "errors": sum(row["results"]["errors"] for row in rows if row["case"] == case.name),
     }
 

@@ -73,6 +73,21 @@ def test_errors_show_in_the_exit_status() -> None:
         assert main(arguments) == 1
 
 
+def test_a_server_that_fails_altogether_has_no_ratio(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "rows.jsonl"
+    failures = dict.fromkeys(range(100), "status")
+    with running(FakeServer()) as good, running(FakeServer(failures=failures)) as bad:
+        arguments = ["--peers", "bad", "--preset", "a", "--repeat", "1", "--output", str(output)]
+        arguments += ["--url", f"rawpaged={good.url}", "--url", f"bad={bad.url}"]
+        assert main(arguments) == 1
+    results = json.loads(output.read_text().splitlines()[-1])["results"]
+    assert results["medians"]["bad"] == 0
+    assert results["ratios"] == {"bad": None}
+    assert "x bad" in capsys.readouterr().out
+
+
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--peers", "gone", "--url", "rawpaged=http://127.0.0.1:9"]
     assert main([*arguments, "--url", "gone=http://127.0.0.1:9"]) == 2
