@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from bench.gpu.timing import Work
@@ -158,8 +159,8 @@ def _edit_logits(view: CallView) -> Work:
         view.need(edits[name].shape == (rows,), f"{name} is not of {rows} rows")
     values = edits["rows"].values or ()
     view.need(all(0 <= row < rows for row in values), f"a row is not one of {rows}")
-    per_row = [values.count(row) for row in set(values)]
-    view.need(max(per_row, default=0) <= vocab_size, "more edits of a row than tokens")
+    most = max(Counter(values).values(), default=0)
+    view.need(most <= vocab_size, "more edits of a row than tokens")
     # The logit read and written; row, token, bias and count of four bytes; the flag of one.
     return Work(count * (8 + 16 + 1), 5 * count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -170,7 +171,7 @@ class Operands:
         vocab_size = self._view.shape("logits", 2)[1]
         # A factor would take the logits out of range over many calls.
         arrays["repetition_penalty"] = np.ones_like(arrays["repetition_penalty"])
-        arrays["token_ids"] = _tokens_of_rows(arrays["rows"], vocab_size, rng)
+        arrays["token_ids"] = tokens_of_rows(arrays["rows"], vocab_size, rng)
         return LogitEdits(**arrays)
 
     def _token_ids(self, rng: np.random.Generator) -> npt.NDArray[np.int32]:
@@ -215,12 +216,13 @@ def _typed(arg: ArrayArg, dtype: str) -> npt.NDArray[Any]:
         raise RecordingError(f"values are no {dtype}{list(arg.shape)}: {error}") from error
 
 
-def _tokens_of_rows(
+def tokens_of_rows(
     rows: npt.NDArray[np.int32], vocab_size: int, rng: np.random.Generator
 ) -> npt.NDArray[np.int32]:
     """A token for each edit, none twice in a row."""
     tokens = np.empty(len(rows), np.int32)
-    for row in np.unique(rows):
-        own = np.flatnonzero(rows == row)
-        tokens[own] = rng.choice(vocab_size, len(own), replace=False)
+    order = np.argsort(rows, kind="stable")
+    _, starts = np.unique(rows[order], return_index=True)
+    for start, end in itertools.pairwise([*starts.tolist(), len(rows)]):
+        tokens[order[start:end]] = rng.choice(vocab_size, end - start, replace=False)
     return tokens

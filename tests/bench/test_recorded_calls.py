@@ -18,7 +18,7 @@ from bench.model_ops import record_model
 from bench.op_work import work_of
 from bench.recorded_call import CallView, positions, visible_keys
 from bench.replay import ReplayOptions, make_calls, run_replay
-from bench.replay_operands import Operands, make_plan
+from bench.replay_operands import Operands, make_plan, tokens_of_rows
 from bench.replay_places import Place
 from rawpaged.backend import QuantizedRows
 from rawpaged.cpu.backend import CpuBackend
@@ -62,6 +62,14 @@ def test_operands_are_laid_out_as_recorded(recording: Recording, place: Place) -
     same = [made["out"] is made["x"] for made in (Operands(v, 0).shared() for v in in_place)]
     assert any(same)
     assert not all(same)
+
+
+def test_a_row_has_no_edit_of_a_token_twice() -> None:
+    rows = np.array([3, 0, 3, 3, 0], np.int32)
+    tokens = tokens_of_rows(rows, 3, np.random.default_rng(0))
+    assert sorted(tokens[rows == 3]) == [0, 1, 2]
+    assert len(set(tokens[rows == 0])) == 2
+    assert not len(tokens_of_rows(rows[:0], 3, np.random.default_rng(0)))
 
 
 def test_plans_are_those_of_the_engine(
