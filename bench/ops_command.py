@@ -49,6 +49,9 @@ def add_ops_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_ops_command(given: argparse.Namespace, origin: Origin) -> int:
     """Run what was asked for; returns how many ops failed. Raises ValueError where flags clash."""
+    for name in ("rows", "contexts", "threads"):
+        if (least := min(getattr(given, name) or [1])) < 1:
+            raise ValueError(f"--{name} {least} must be at least 1")
     if given.replay is None and given.device == "cpu":
         _refuse(given, "with --replay or another --device", "only", "calls", "kv_cache_dtype")
         return run_ops(_cpu_options(given), origin)
