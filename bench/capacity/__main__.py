@@ -120,7 +120,7 @@ def _check(options: argparse.Namespace) -> None:
         ("requests", 100, 200_000),
         ("seed", 0, 2**63 - 1),
         ("latency_bound", 0.001, 3600.0),
-        ("kv_gib", 0.001, 1e6),
+        ("kv_gib", 0.001, 1e4),  # in blocks of one token, of which each takes memory here
         ("max_model_len", 2, 2**20),
     ):
         value = getattr(options, name)
