@@ -34,7 +34,7 @@ class PerplexityOptions:
 
     model: str
     variants: Sequence[str]
-    """Fields of EngineConfig, as in "dtype=bfloat16,kv_cache_dtype=int8"."""
+    """Fields of EngineConfig that are words, as in "dtype=bfloat16,kv_cache_dtype=int8"."""
     text: Path = DEFAULT_TEXT
     window: int = 512
     """Tokens of a prompt."""
@@ -43,7 +43,9 @@ class PerplexityOptions:
 
 
 def run_perplexity(options: PerplexityOptions, origin: Origin) -> int:
-    """A row for each variant; returns 0. Raises ValueError for a variant that is none."""
+    """A row for each variant; returns 0. Raises ValueError for what is no variant or window."""
+    if options.window < 2:
+        raise ValueError(f"--window {options.window} must be at least 2")
     fields = [engine_fields(variant) for variant in options.variants]
     rows: list[dict[str, Any]] = []
     reference: npt.NDArray[np.float64] | None = None
@@ -79,9 +81,10 @@ def engine_fields(variant: str) -> dict[str, str]:
     fields = {}
     for part in variant.split(","):
         name, equals, value = part.partition("=")
-        if not equals or name not in EngineConfig.__dataclass_fields__:
+        if not equals or name == "model" or name not in EngineConfig.__dataclass_fields__:
             raise ValueError(
-                f"variant {variant!r}: {part!r} is not NAME=VALUE with a field of EngineConfig"
+                f"variant {variant!r}: {part!r} is not NAME=VALUE with a field of EngineConfig "
+                "(--model says which model)"
             )
         fields[name] = value
     return fields
@@ -100,6 +103,8 @@ def text_logprobs(options: PerplexityOptions, fields: dict[str, str]) -> npt.NDA
         if llm.tokenizer is None:
             raise InvalidRequestError(f"{options.model} has no tokenizer for the text", "model")
         token_ids = llm.tokenizer.encode(text)
+        if len(token_ids) < 2:
+            raise ValueError(f"--text {options.text} has no second token to ask for")
         windows = [
             token_ids[first : first + options.window]
             for first in range(0, len(token_ids) - 1, options.window)

@@ -27,8 +27,11 @@ def test_variants_are_fields_of_the_engine() -> None:
         engine_fields("dtype")
     with pytest.raises(ValueError, match="field of EngineConfig"):
         engine_fields("dtype=float32,colour=red")
+    with pytest.raises(ValueError, match="--model says which model"):
+        engine_fields("model=m")
 
 
+@pytest.mark.model
 def test_rows_of_a_short_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 4)
@@ -51,3 +54,7 @@ def test_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["perplexity", "--variants", "colour=red"]) == 2
     assert main(["perplexity", "--text", str(tmp_path / "none.txt")]) == 2
     assert "none.txt" in capsys.readouterr().err
+    assert main(["perplexity", "--window", "1"]) == 2
+    assert "--window 1 must be at least 2" in capsys.readouterr().err
+    assert main(["perplexity", "--variants", "max_num_seqs=4"]) == 2
+    assert "max_num_seqs='4' must be an integer" in capsys.readouterr().err
