@@ -116,6 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args(arguments)
+    for name, value in vars(args).items():
+        if min(value if isinstance(value, list) else [value]) < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
     checkpoint = open_checkpoint("smollm2-135m")
     assert checkpoint.gguf_metadata is not None
     text = DEFAULT_TEXT.read_text(encoding="utf-8")

@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cupy", action="store_true", help="CuPy's arrays instead of NumPy's")
     parser.add_argument("--repeat", type=int, default=40, help="of which the least time counts")
     options = parser.parse_args(arguments)
+    if options.repeat < 1:
+        parser.error(f"--repeat {options.repeat} must be at least 1")
     new = _cupy_arrays() if options.cupy else np.empty
     rows = []
     for name, queries in (("decode", 1), ("prefill", 40)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.beam_sharing import BlockSteps, counting_engine, pieces, search
+from bench.beam_sharing import BlockSteps, counting_engine, main, pieces, search
 from rawpaged.weights.checkpoint import open_checkpoint
 from tests.tiny import LLAMA
 
@@ -45,3 +45,15 @@ def test_pieces_of_a_text() -> None:
     assert pieces(range(10), 4, 3) == [range(0, 4), range(2, 6), range(4, 8)]
     with pytest.raises(ValueError, match="longer than the text"):
         pieces(range(10), 11, 1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--width", "2", "0"], ["--num-prompts", "0"], ["--prompt-len", "-1"], ["--block-size", "0"]],
+)
+def test_what_is_less_than_one_is_refused(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(given)
+    assert "must be at least 1" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.launch_cost import measure
+from bench.launch_cost import main, measure
 from tests.gpu.conftest import numba_cuda
 
 __all__ = ["numba_cuda"]
@@ -24,3 +24,9 @@ def test_the_ops_of_a_layer_and_their_launches() -> None:
     assert rows["decode"].keys() == rows["prefill"].keys() >= {"linear", "paged_attention"}
     # Contexts of 300 take two partitions, which are combined; prompts go to one kernel.
     assert (rows["decode"]["paged_attention"], rows["prefill"]["paged_attention"]) == (2, 1)
+
+
+def test_no_repetitions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--repeat", "0"])
+    assert "--repeat 0 must be at least 1" in capsys.readouterr().err
