@@ -58,3 +58,11 @@ def test_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--window 1 must be at least 2" in capsys.readouterr().err
     assert main(["perplexity", "--variants", "max_num_seqs=4"]) == 2
     assert "max_num_seqs='4' must be an integer" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_a_text_without_a_second_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "empty.txt"
+    text.write_text("")
+    assert main(["perplexity", "--text", str(text)]) == 2
+    assert "empty.txt has no second token to ask for" in capsys.readouterr().err
