@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(parser, parser.parse_args(given))
     try:
         rows = run_compare(options, Origin(command_line(given, program="bench.compare")))
-    except (BusyMachineError, ServerFailedError, aiohttp.ClientError, ValueError) as error:
+    except (BusyMachineError, ServerFailedError, aiohttp.ClientError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 1 if any(row["results"]["errors"] for row in rows) else 0
