@@ -39,6 +39,7 @@ from rawpaged.cpu.quantized_linear import QuantizedLinear
 from rawpaged.cpu.sampling import edit_logits_entries, sample_rows
 from rawpaged.cpu.static_plan import DecodePlans
 from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.weight_memory import WeightMemory
 from rawpaged.tracing import RangeSink
 
 Float32 = npt.NDArray[np.float32]
@@ -65,6 +66,7 @@ class CpuBackend:
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype or dtype
         self._team = ThreadTeam(num_threads)
+        self._weights = WeightMemory()
         self._cache_ops = CacheOps(self._team, dtype=dtype, cache_dtype=self.kv_cache_dtype)
         self._linear = LinearOps(self._team, dtype)
 
@@ -88,14 +90,14 @@ class CpuBackend:
     def pack_linear(
         self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None
     ) -> PackedLinear:
-        return pack_linear(weight, bias, self.dtype)
+        return pack_linear(weight, bias, self.dtype, self._weights.empty)
 
     def pack_quantized(
         self,
         parts: Sequence[npt.NDArray[Any] | QuantizedRows],
         bias: npt.NDArray[Any] | None,
     ) -> CpuLinear:
-        return pack_parts(parts, bias, self.dtype)
+        return pack_parts(parts, bias, self.dtype, self._weights.empty)
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         return weight
@@ -130,6 +132,7 @@ class CpuBackend:
 
     def release_unused(self) -> None:
         self._linear.release()
+        self._weights.release()
         trim_heap()
 
     def close(self) -> None:

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from rawpaged.cpu.block_types import BLOCK, HALF_PANEL, WORDS, BlockType
 from rawpaged.cpu.panel_kernel import PANEL
+from rawpaged.cpu.weight_memory import Allocate
 
 Bytes = npt.NDArray[np.uint8]
 
-_CACHE_LINE = 64
 _CHUNK_CODES = 1 << 20
 """Codes that are unpacked at a time, about: they stay in a cache."""
 
@@ -28,7 +28,7 @@ class _Blocks:
     block_scales: list[Bytes]  # u8[n, s, b] each: as in the panel's blocks; empty but for K types
 
 
-def pack_blocks(rows: Bytes, kind: BlockType) -> Bytes:
+def pack_blocks(rows: Bytes, kind: BlockType, allocate: Allocate) -> Bytes:
     """u8[num_panels, steps, 2 * step_bytes] of rows u8[out_features, row_bytes].
 
     Each panel is its two halves, one after the other. Columns past the last have scales of zero.
@@ -37,7 +37,7 @@ def pack_blocks(rows: Bytes, kind: BlockType) -> Bytes:
     read = _READERS[kind.name]
     steps = row_bytes // _stored_bytes(kind)
     num_panels = -(-num_rows // PANEL)
-    panels = _aligned(num_panels, steps, 2 * kind.step_bytes)
+    panels = allocate((num_panels, steps, 2 * kind.step_bytes), np.uint8)
     halves = panels.reshape(2 * num_panels, steps, kind.step_bytes)
     halves_at_once = max(1, _CHUNK_CODES // (HALF_PANEL * steps * kind.step_size))
     for first in range(0, len(halves), halves_at_once):
@@ -86,14 +86,6 @@ def _lines(words: npt.NDArray[np.uint32], kind: BlockType) -> npt.NDArray[np.uin
             bits = (words[..., word, :] >> 4) & mask
             lines[..., word // per_line, :] |= bits << (width * (word % per_line))
     return lines
-
-
-def _aligned(*shape: int) -> Bytes:
-    """Room that begins with a cache line, as many steps are a multiple of one."""
-    size = int(np.prod(shape))
-    room = np.empty(size + _CACHE_LINE, np.uint8)
-    first = -room.ctypes.data % _CACHE_LINE
-    return room[first : first + size].reshape(shape)
 
 
 # What follows reads u8[n, s, bytes of a stored block], as gguf/quants.py of llama.cpp defines it.

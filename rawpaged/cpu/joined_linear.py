@@ -14,6 +14,7 @@ from rawpaged.backend import QuantizedRows
 from rawpaged.cpu.linear import LinearOp, PackedLinear, best_arithmetic, embed_table, pack_linear
 from rawpaged.cpu.quantized_linear import QuantizedLinear, QuantizedLinearOp, pack_quantized
 from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.weight_memory import Allocate
 
 Float32 = npt.NDArray[np.float32]
 SingleLinear = PackedLinear | QuantizedLinear
@@ -49,6 +50,7 @@ def pack_parts(
     parts: Sequence[npt.NDArray[Any] | QuantizedRows],
     bias: npt.NDArray[Any] | None,
     dtype: str,
+    allocate: Allocate = np.empty,
 ) -> CpuLinear:
     """The rows of all parts as one weight; arrays become panels of `dtype`."""
     packed: list[SingleLinear] = []
@@ -58,9 +60,9 @@ def pack_parts(
         joined = _join(rows)
         own_bias = None if bias is None else bias[first : first + len(joined)]
         if type_name is None:
-            packed.append(pack_linear(joined, own_bias, dtype))
+            packed.append(pack_linear(joined, own_bias, dtype, allocate))
         else:
-            packed.append(pack_quantized(type_name, joined, own_bias))
+            packed.append(pack_quantized(type_name, joined, own_bias, allocate))
         first += len(joined)
     return packed[0] if len(packed) == 1 else JoinedLinear(tuple(packed))
 

@@ -20,6 +20,7 @@ from rawpaged.cpu.floats import row_of, stored_like
 from rawpaged.cpu.panel_kernel import PANEL, make_panel_kernel
 from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.weight_memory import Allocate
 
 MOST_ROWS = 8 if FEATURES.avx512f else 4
 """Rows of x that one pass over a panel takes: as many as there are registers for, or enough."""
@@ -61,7 +62,10 @@ class PackedLinear:
 
 
 def pack_linear(
-    weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None, dtype: str
+    weight: npt.NDArray[Any],
+    bias: npt.NDArray[Any] | None,
+    dtype: str,
+    allocate: Allocate = np.empty,
 ) -> PackedLinear:
     """Copy weight into panels of `dtype`; bfloat16 is rounded to nearest even."""
     out_features, in_features = weight.shape
@@ -75,7 +79,7 @@ def pack_linear(
         word, element = np.uint32, ml_dtypes.bfloat16
     in_word = 4 // np.dtype(element).itemsize
     steps = -(-in_features // in_word)
-    panels = np.empty((num_panels, steps, PANEL), word)
+    panels = allocate((num_panels, steps, PANEL), word)
     rows = np.zeros((PANEL, steps * in_word), element)
     for panel in range(num_panels):
         part = weight[panel * PANEL : (panel + 1) * PANEL]

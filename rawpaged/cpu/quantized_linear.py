@@ -25,6 +25,7 @@ from rawpaged.cpu.linear import MOST_ROWS, ROW_GRAIN, make_linear_kernel, run_li
 from rawpaged.cpu.panel_kernel import PANEL
 from rawpaged.cpu.quantized_activations import make_block_quantizer
 from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.weight_memory import Allocate
 
 _MOST_ROWS: dict[BlockArithmetic, int] = {"byte_dots": MOST_ROWS, "floats": 4}
 """Rows of a tile. With floats more would gain little and take long to compile."""
@@ -55,11 +56,14 @@ class QuantizedLinear:
 
 
 def pack_quantized(
-    type_name: str, rows: npt.NDArray[np.uint8], bias: npt.NDArray[Any] | None
+    type_name: str,
+    rows: npt.NDArray[np.uint8],
+    bias: npt.NDArray[Any] | None,
+    allocate: Allocate = np.empty,
 ) -> QuantizedLinear:
     """Lay out rows u8[out_features, row_bytes] of blocks; no weight changes by it."""
     kind = BLOCK_TYPES[type_name]
-    panels = pack_blocks(rows, kind)
+    panels = pack_blocks(rows, kind, allocate)
     packed_bias = np.zeros(len(panels) * PANEL, np.float32)
     if bias is not None:
         packed_bias[: len(rows)] = bias
