@@ -30,7 +30,8 @@ class Target:
         return aiohttp.ClientSession(
             base_url=self.url.rstrip("/") + "/",
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            # Some servers close a connection after each stream, and a request on it would be lost.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=self.timeout),
         )
 
