@@ -7,7 +7,16 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from bench.op_cases import Float32, OpCase, Prepared, cold_copies, item_bytes, normal, stored
+from bench.op_cases import (
+    Float32,
+    OpCase,
+    Prepared,
+    cold_copies,
+    item_bytes,
+    normal,
+    product_of,
+    stored,
+)
 from rawpaged.backend import Backend, BatchMeta, KVCache
 from rawpaged.cpu.kv_cache import by_slot
 from rawpaged.models.config import ModelConfig
@@ -182,6 +191,7 @@ def _paged_attention(
         num_bytes=kv_bytes + 8 * rows * heads * head_dim,
         num_flops=requests * attention_flops(heads, head_dim, queries, context),
         stored=True,
+        product=product_of(dtype),
         prepare=prepare,
     )
 

@@ -18,9 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.machine import last_level_cache_bytes
-from rawpaged.backend import Backend
+from bench.probes import Product, known_products
+from rawpaged.backend import Backend, QuantizedRows
+from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.models.config import ModelConfig, RopeConfig
 from tests import reference
+from tests.cpu.blocks import dequantized, random_rows
 
 Float32 = npt.NDArray[np.float32]
 
@@ -66,12 +69,22 @@ class OpCase:
     num_flops: int
     stored: bool = False
     """Whether weights or KV take part, so that their type matters."""
+    product: Product = "multiply_add"
+    """What the backend multiplies with, where it has it."""
     prepare: Callable[[Backend, np.random.Generator], Prepared]
 
 
 def item_bytes(dtype: str) -> int:
     """Bytes of one stored weight."""
     return 2 if dtype == "bfloat16" else 4
+
+
+def product_of(dtype: str) -> Product:
+    """What weights or KV of a type are multiplied with."""
+    wanted: Product = "byte_dot" if dtype in BLOCK_TYPES else "multiply_add"
+    if dtype == "bfloat16":
+        wanted = "bfloat16_dot"
+    return wanted if wanted in known_products() else "multiply_add"
 
 
 def stored(x: Float32, dtype: str) -> Float32:
@@ -91,23 +104,36 @@ def cold_copies(num_bytes: int) -> int:
 
 def dense_cases(model: ModelConfig, rows: int, dtype: str) -> list[OpCase]:
     """Linear layers, the embedding and all ops on activations alone."""
-    hidden, heads = model.hidden_size, model.num_heads
-    qkv_heads = heads + 2 * model.num_kv_heads
-    shapes = {
-        "qkv_proj": (hidden, qkv_heads * model.head_dim),
-        "o_proj": (heads * model.head_dim, hidden),
-        "gate_up_proj": (hidden, 2 * model.intermediate_size),
-        "down_proj": (model.intermediate_size, hidden),
-        "lm_head": (hidden, model.vocab_size),
-    }
+    hidden = model.hidden_size
     return [
-        *(_linear(name, rows, *shape, dtype) for name, shape in shapes.items()),
+        *(_linear(name, rows, *shape, dtype) for name, shape in _linear_shapes(model).items()),
         _embed(rows, hidden, model.vocab_size, dtype),
         _rms_norm(rows, hidden, model.rms_norm_eps),
         _add_rms_norm(rows, hidden, model.rms_norm_eps),
         _silu_and_mul(rows, model.intermediate_size),
         _gather_rows(rows, hidden),
     ]
+
+
+def quantized_cases(model: ModelConfig, rows: int, type_name: str) -> list[OpCase]:
+    """Linear layers of one of BLOCK_TYPES, those whose rows are whole blocks."""
+    return [
+        _quantized_linear(name, rows, *shape, type_name)
+        for name, shape in _linear_shapes(model).items()
+        if shape[0] % BLOCK_TYPES[type_name].step_size == 0
+    ]
+
+
+def _linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Features in and out of a layer's products and the last one."""
+    hidden, heads = model.hidden_size, model.num_heads
+    return {
+        "qkv_proj": (hidden, (heads + 2 * model.num_kv_heads) * model.head_dim),
+        "o_proj": (heads * model.head_dim, hidden),
+        "gate_up_proj": (hidden, 2 * model.intermediate_size),
+        "down_proj": (model.intermediate_size, hidden),
+        "lm_head": (hidden, model.vocab_size),
+    }
 
 
 def _linear(name: str, rows: int, in_features: int, out_features: int, dtype: str) -> OpCase:
@@ -139,6 +165,45 @@ def _linear(name: str, rows: int, in_features: int, out_features: int, dtype: st
         num_bytes=weight_bytes + 4 * rows * (in_features + out_features),
         num_flops=2 * rows * in_features * out_features,
         stored=True,
+        product=product_of(dtype),
+        prepare=prepare,
+    )
+
+
+def _quantized_linear(
+    name: str, rows: int, in_features: int, out_features: int, type_name: str
+) -> OpCase:
+    weight_bytes = int(BLOCK_TYPES[type_name].bits_per_weight * in_features * out_features / 8)
+
+    def prepare(backend: Backend, rng: np.random.Generator) -> Prepared:
+        x = normal(rng, rows, in_features)
+        blocks = random_rows(rng, type_name, out_features, in_features)
+        parts = [QuantizedRows(type_name, blocks)]
+        out = backend.empty((rows, out_features), "float32")
+        copies = [backend.pack_quantized(parts, None) for _ in range(cold_copies(weight_bytes))]
+
+        def check() -> None:
+            backend.linear(out, x, copies[0])
+            columns = np.unique(
+                [0, out_features - 1, *rng.integers(0, out_features, _CHECKED_COLUMNS)]
+            )
+            weight = dequantized(blocks[columns], type_name)
+            difference = out[:, columns] - reference.linear(x, weight, None)
+            # x is rounded to steps of at most 1/127 of a row's largest; this is seven deviations.
+            steps = np.abs(x).max(axis=1)[:, None] / 127
+            most = 2 * steps * np.linalg.norm(weight, axis=1)
+            assert (np.abs(difference) <= most).all(), f"off by {np.abs(difference).max()}"
+
+        return Prepared([partial(backend.linear, out, x, copy) for copy in copies], check)
+
+    return OpCase(
+        op="linear",
+        name=name,
+        rows=rows,
+        num_bytes=weight_bytes + 4 * rows * (in_features + out_features),
+        num_flops=2 * rows * in_features * out_features,
+        stored=True,
+        product=product_of(type_name),
         prepare=prepare,
     )
 

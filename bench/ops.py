@@ -12,13 +12,14 @@ import numpy as np
 
 from bench.attention_cases import attention_cases
 from bench.machine import LoadMeter, busy_share, usable_cores
-from bench.op_cases import SMOLLM2_135M, OpCase, dense_cases
+from bench.op_cases import SMOLLM2_135M, OpCase, dense_cases, quantized_cases
 from bench.probes import Peaks, measure_peaks
 from bench.quiet import check_quiet
 from bench.rows import Origin, append_row, format_table, make_row
 from bench.sampling_cases import sampling_cases
 from bench.timing import Timing, time_calls
 from rawpaged.backend import Backend
+from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.devices import open_backend
 from rawpaged.models.config import ModelConfig
 from rawpaged.weights.checkpoint import read_model_config
@@ -51,13 +52,15 @@ def run_ops(options: OpsOptions, origin: Origin) -> int:
         load_before = check_quiet(busy_share(), require=options.require_quiet)
         peaks = measure_peaks(num_threads)
         for index, dtype in enumerate(options.dtypes):
-            backend = open_backend("cpu", dtype=dtype, num_threads=num_threads)
+            # The type of weights in blocks is their own.
+            opened = "bfloat16" if dtype in BLOCK_TYPES else dtype
+            backend = open_backend("cpu", dtype=opened, num_threads=num_threads)
             try:
                 for case in make_cases(model, options, dtype):
                     # What touches no weights and no KV is the same for every type of them.
                     if index == 0 or case.stored:
                         row = _measure(
-                            case, backend, num_threads, peaks, options, origin, load_before
+                            case, backend, dtype, num_threads, peaks, options, origin, load_before
                         )
                         append_row(options.output, row)
                         rows.append(row)
@@ -69,20 +72,22 @@ def run_ops(options: OpsOptions, origin: Origin) -> int:
 
 def make_cases(model: ModelConfig, options: OpsOptions, dtype: str) -> list[OpCase]:
     """The cases asked for, sorted by op and name; raises ValueError for a name of no op."""
-    cases = [
-        case
-        for rows in options.rows
-        for case in (
-            *dense_cases(model, rows, dtype),
-            *attention_cases(model, rows, list(options.contexts), dtype),
-            *sampling_cases(model, rows),
-        )
-    ]
+    cases = [case for rows in options.rows for case in _cases_of(model, options, dtype, rows)]
     known = {case.op for case in cases}
     if unknown := set(options.ops) - known:
         raise ValueError(f"no op called {sorted(unknown)}; there are {', '.join(sorted(known))}")
     chosen = [case for case in cases if not options.ops or case.op in options.ops]
     return sorted(chosen, key=lambda case: (case.op, case.name, case.context or 0, case.rows))
+
+
+def _cases_of(model: ModelConfig, options: OpsOptions, dtype: str, rows: int) -> list[OpCase]:
+    if dtype in BLOCK_TYPES:
+        return quantized_cases(model, rows, dtype)
+    return [
+        *dense_cases(model, rows, dtype),
+        *attention_cases(model, rows, list(options.contexts), dtype),
+        *sampling_cases(model, rows),
+    ]
 
 
 def summarize(case: OpCase, timing: Timing, peaks: Peaks) -> dict[str, Any]:
@@ -99,14 +104,15 @@ def summarize(case: OpCase, timing: Timing, peaks: Peaks) -> dict[str, Any]:
         "gb_per_s": bytes_per_s / 1e9,
         "gflop_per_s": flops_per_s / 1e9,
         "read_peak_share": bytes_per_s / peaks.read_bytes_per_s,
-        "fma_peak_share": flops_per_s / peaks.flops_per_s,
+        "product": case.product,
+        "flop_peak_share": flops_per_s / peaks.flops_per_s[case.product],
     }
 
 
 def results_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line a case, with the peaks that its shares are of."""
     headers = ["op", "case", "rows", "context", "dtype", "threads", "n", "median us", "min", "p95"]
-    headers += ["GB/s", "GFLOP/s", "% read", "% fma"]
+    headers += ["GB/s", "GFLOP/s", "% read", "% flop"]
     lines = []
     ordered = sorted(rows, key=lambda row: str(row["parameters"]["op"]))
     for row in ordered:
@@ -115,7 +121,7 @@ def results_table(rows: Sequence[dict[str, Any]]) -> str:
         if results["refcheck"] == "passed":
             line += [results[name] for name in ("calls", "median_us", "min_us", "p95_us")]
             line += [results["gb_per_s"], results["gflop_per_s"]]
-            line += [100 * results["read_peak_share"], 100 * results["fma_peak_share"]]
+            line += [100 * results["read_peak_share"], 100 * results["flop_peak_share"]]
         else:
             line += ["WRONG", *[None] * 7]
         lines.append(line)
@@ -125,6 +131,7 @@ def results_table(rows: Sequence[dict[str, Any]]) -> str:
 def _measure(
     case: OpCase,
     backend: Backend,
+    dtype: str,
     num_threads: int,
     peaks: Peaks,
     options: OpsOptions,
@@ -150,7 +157,7 @@ def _measure(
             "name": case.name,
             "rows": case.rows,
             "context": case.context,
-            "dtype": backend.dtype if case.stored else "float32",
+            "dtype": dtype if case.stored else "float32",
             "threads": num_threads,
             "config": options.config or "smollm2-135m",
             "copies": len(prepared.calls),
@@ -159,7 +166,7 @@ def _measure(
         results=results,
         peaks={
             "read_gb_per_s": peaks.read_bytes_per_s / 1e9,
-            "fma_gflop_per_s": peaks.flops_per_s / 1e9,
+            **{f"{name}_gflop_per_s": rate / 1e9 for name, rate in peaks.flops_per_s.items()},
         },
         load_before=load_before,
         other_cores=meter.other_cores(),

@@ -11,6 +11,7 @@ from bench.ops import OpsOptions, run_ops
 from bench.replay import ReplayOptions, run_replay
 from bench.replay_places import DEVICE_NAMES, open_place
 from bench.rows import Origin
+from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.engine.op_recording import read_recording
 from rawpaged.weights.checkpoint import read_model_config
 
@@ -30,8 +31,9 @@ def add_ops_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtypes",
         nargs="+",
-        choices=["bfloat16", "float16", "float32"],
-        help="of weights and KV; default: bfloat16 float32 on the CPU, bfloat16 elsewhere, and the "
+        choices=["bfloat16", "float16", "float32", *BLOCK_TYPES],
+        help="of weights and KV; a type of GGUF's blocks: of weights, on the CPU alone; default: "
+        "bfloat16 float32 on the CPU, bfloat16 elsewhere, and the "
         "recording's with --replay",
     )
     add(
@@ -52,6 +54,9 @@ def run_ops_command(given: argparse.Namespace, origin: Origin) -> int:
     for name in ("rows", "contexts", "threads"):
         if (least := min(getattr(given, name) or [1])) < 1:
             raise ValueError(f"--{name} {least} must be at least 1")
+    blocks = sorted(set(given.dtypes or ()) & BLOCK_TYPES.keys())
+    if blocks and (given.replay is not None or given.device != "cpu"):
+        raise ValueError(f"--dtypes {blocks[0]} is for the CPU's own cases only")
     if given.replay is None and given.device == "cpu":
         _refuse(given, "with --replay or another --device", "only", "calls", "kv_cache_dtype")
         return run_ops(_cpu_options(given), origin)

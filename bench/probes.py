@@ -1,4 +1,4 @@
-"""What the processors can do at most: bytes read from memory and fused multiply-adds a second.
+"""What the processors can do at most: bytes read from memory and products a second.
 
 Peaks are measured, in the same run and with the same threads as the ops that are held against
 them, since neither a data sheet nor another day's number fits a shared machine.
@@ -7,10 +7,11 @@ them, since neither a data sheet nor another day's number fits a shared machine.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -18,16 +19,19 @@ from numba.extending import intrinsic
 
 from bench.machine import last_level_cache_bytes
 from rawpaged.cpu.compiling import Kernel, kernel
+from rawpaged.cpu.features import FEATURES
 from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.vector_ir import F32, I32, VectorBuilder
 
-_CHAINS = 10
+Product = Literal["multiply_add", "bfloat16_dot", "byte_dot"]
+"""What a kernel multiplies with: float32, pairs of bfloat16 (AVX512-BF16) or bytes (VNNI)."""
+
+CHAINS = 10
 """Independent sums: enough for two units of four to five cycles, and few enough for AVX2."""
 
-_LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 _PASSES = 7
 _CHAIN_LENGTH = 2_000_000
-_I64, _F32 = ir.IntType(64), ir.FloatType()
-_VECTOR = ir.VectorType(_F32, _LANES)
+_FLOPS_OF_LANE: dict[Product, int] = {"multiply_add": 2, "bfloat16_dot": 4, "byte_dot": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,65 +39,69 @@ class Peaks:
     """Best of a few passes, with all threads of a team."""
 
     read_bytes_per_s: float
-    flops_per_s: float
+    flops_per_s: Mapping[Product, float]
+    """Of the products that the processor has and kernels may use."""
+
+
+def known_products() -> list[Product]:
+    """What the processor has, as far as kernels may use it."""
+    has: dict[Product, bool] = {
+        "multiply_add": True,
+        "bfloat16_dot": FEATURES.avx512_bf16,
+        "byte_dot": FEATURES.avx512_vnni,
+    }
+    return [product for product, there in has.items() if there]
 
 
 def measure_peaks(num_threads: int) -> Peaks:
     """Takes about a second, and memory of four times the last-level cache."""
     team = ThreadTeam(num_threads)
     try:
-        return Peaks(_read_bandwidth(team), _fma_rate(team))
+        rates = {product: _rate(team, product) for product in known_products()}
+        return Peaks(_read_bandwidth(team), rates)
     finally:
         team.close()
 
 
-def _type_fma_chains(typingctx: Any, address: Any, count: Any) -> Any:
-    """sum[i] = sum[i] * x + y, `count` times; at `address` lie x, y and the sums."""
+def lanes_of(product: Product) -> int:
+    """Elements of a vector of sums."""
+    return 16 if FEATURES.avx512f or product != "multiply_add" else 8
+
+
+@cache
+def chain_kernel(product: Product) -> Kernel:
+    """A kernel(buffers, count): in each row of buffers f32[n, CHAINS + 2, lanes] lie x, y and sums.
+
+    Of multiply_add sum = sum * x + y, of dots sum += x . y, `count` times each.
+    """
+    lanes = lanes_of(product)
+    vector = ir.VectorType(I32 if product == "byte_dot" else F32, lanes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base, rounds = args
+        build = VectorBuilder(builder, fused=True)
+        x, y, *first = (build.load(base, vector, 4 * lanes * i, align=4) for i in range(CHAINS + 2))
 
-        def place(index: int) -> Any:
-            address = builder.add(base, _I64(4 * _LANES * index))
-            return builder.inttoptr(address, _VECTOR.as_pointer())
+        def add(total: Any) -> Any:
+            if product == "multiply_add":
+                return build.call(f"llvm.fma.v{lanes}f32", vector, total, x, y)
+            dot = build.bfloat16_dot if product == "bfloat16_dot" else build.byte_dot
+            return dot(total, x, y)
 
-        def load(index: int) -> Any:
-            value = builder.load(place(index))
-            value.align = 4
-            return value
-
-        x, y, *first = (load(index) for index in range(_CHAINS + 2))
-        before = builder.block
-        body, end = builder.append_basic_block("fma"), builder.append_basic_block("end")
-        builder.branch(body)
-        builder.position_at_end(body)
-        index = builder.phi(_I64)
-        sums = [builder.phi(_VECTOR) for _ in first]
-        fma = ir.Function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{_LANES}f32"
-        )
-        after = [builder.call(fma, [value, x, y]) for value in sums]
-        next_index = builder.add(index, _I64(1))
-        builder.cbranch(builder.icmp_signed("<", next_index, rounds), body, end)
-        ends = zip([index, *sums], [_I64(0), *first], [next_index, *after], strict=True)
-        for phi, start, new in ends:
-            phi.add_incoming(start, before)
-            phi.add_incoming(new, body)
-        builder.position_at_end(end)
-        for i, value in enumerate(after):
-            builder.store(value, place(i + 2)).align = 4
+        after = build.loop(rounds, first, lambda _, sums: [add(total) for total in sums])
+        for i, total in enumerate(after):
+            build.store(total, base, 4 * lanes * (i + 2), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp), generate
+    run_chains: Any = intrinsic(
+        lambda typingctx, address, count: (types.void(types.intp, types.intp), generate)
+    )
 
+    def chains(buffers, count, start, stop):  # type: ignore[no-untyped-def]
+        for row in range(start, stop):
+            run_chains(buffers[row].ctypes.data, count)
 
-_fma_chains: Any = intrinsic(_type_fma_chains)
-
-
-@kernel
-def _run_chains(buffers, count, start, stop):  # type: ignore[no-untyped-def]
-    for row in range(start, stop):
-        _fma_chains(buffers[row].ctypes.data, count)
+    return Kernel(chains, variant=product)
 
 
 @kernel
@@ -115,14 +123,16 @@ def _read_bandwidth(team: ThreadTeam) -> float:
     return float(buffer.nbytes / seconds)
 
 
-def _fma_rate(team: ThreadTeam) -> float:
-    buffers = np.ones((team.num_threads, (_CHAINS + 2) * _LANES), np.float32)
-    # Half of the sum plus 1 tends to 2: neither denormal nor infinite. Sums that began alike
-    # would be one to the compiler.
-    buffers[:, :_LANES] = 0.5
-    buffers[:, 2 * _LANES :] = np.repeat(np.arange(_CHAINS), _LANES)
-    seconds = _best_pass(team, _run_chains, team.num_threads, buffers, _CHAIN_LENGTH)
-    return 2 * _LANES * _CHAINS * _CHAIN_LENGTH * team.num_threads / seconds
+def _rate(team: ThreadTeam, product: Product) -> float:
+    lanes = lanes_of(product)
+    buffers = np.ones((team.num_threads, CHAINS + 2, lanes), np.float32)
+    # Half of the sum plus 1 tends to 2: neither denormal nor infinite; the dots are 0. Sums that
+    # began alike would be one to the compiler.
+    buffers[:, 0] = 0.5 if product == "multiply_add" else 0.0
+    buffers[:, 2:] = np.arange(CHAINS)[:, None]
+    count = team.num_threads
+    seconds = _best_pass(team, chain_kernel(product), count, buffers, _CHAIN_LENGTH)
+    return _FLOPS_OF_LANE[product] * lanes * CHAINS * _CHAIN_LENGTH * count / seconds
 
 
 def _best_pass(team: ThreadTeam, kernel: Kernel, count: int, *arguments: Any) -> float:

@@ -60,7 +60,7 @@ class CpuPlace:
         count = threads or usable_cores()
         peaks = measure_peaks(count) if measures else None
         self.bytes_per_s = peaks.read_bytes_per_s if peaks else None
-        self.flops_per_s = peaks.flops_per_s if peaks else None
+        self.flops_per_s = peaks.flops_per_s[op_cases.product_of(dtype)] if peaks else None
         self.backend: Backend = open_backend(
             "cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=count
         )

@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from bench import ops
 from bench.attention_cases import attention_flops, make_batch
-from bench.op_cases import OpCase
+from bench.op_cases import SMOLLM2_135M, OpCase, quantized_cases
 from bench.ops import OpsOptions, make_cases, summarize
-from bench.probes import _CHAINS, _LANES, Peaks, _read, _run_chains, measure_peaks
+from bench.probes import (
+    CHAINS,
+    Peaks,
+    Product,
+    _read,
+    chain_kernel,
+    known_products,
+    lanes_of,
+    measure_peaks,
+)
 from bench.run import main
 from bench.timing import Timing, time_calls
 from rawpaged.cpu.backend import CpuBackend
+from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.weights.checkpoint import read_model_config
 from tests.conftest import TINY
@@ -27,11 +39,14 @@ CONFIG = str(TINY / "llama" / "config.json")
 OPTIONS = OpsOptions(config=CONFIG, rows=(1, 20), contexts=(33,))
 
 
+PEAKS = Peaks(1e9, {"multiply_add": 1e10, "bfloat16_dot": 2e10, "byte_dot": 4e10})
+
+
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of 64 KB, so that few copies are made; no probes and no waiting."""
     monkeypatch.setattr("bench.op_cases.last_level_cache_bytes", lambda: 2**16)
-    monkeypatch.setattr(ops, "measure_peaks", lambda num_threads: Peaks(1e9, 1e10))
+    monkeypatch.setattr(ops, "measure_peaks", lambda num_threads: PEAKS)
     monkeypatch.setattr(ops, "busy_share", lambda: 0.0)
 
 
@@ -107,7 +122,9 @@ def test_rates_are_at_the_median_and_shares_of_the_peaks() -> None:
     case = OpCase(
         op="x", name="y", rows=1, num_bytes=1000, num_flops=4000, prepare=lambda *_: NotImplemented
     )
-    results = summarize(case, Timing(7, median=2e-6, best=1e-6, p95=3e-6), Peaks(1e9, 8e9))
+    timing = Timing(7, median=2e-6, best=1e-6, p95=3e-6)
+    results = summarize(case, timing, Peaks(1e9, {"multiply_add": 8e9}))
+    assert results.pop("product") == "multiply_add"
     assert results == pytest.approx(
         {
             "calls": 7,
@@ -119,7 +136,7 @@ def test_rates_are_at_the_median_and_shares_of_the_peaks() -> None:
             "gb_per_s": 0.5,
             "gflop_per_s": 2.0,
             "read_peak_share": 0.5,
-            "fma_peak_share": 0.25,
+            "flop_peak_share": 0.25,
         }
     )
 
@@ -158,7 +175,12 @@ def test_rows_are_sorted_by_op_and_types_that_do_not_matter_run_once(
         *[("paged_attention/decode", "float32")] * 2,
         ("paged_attention/prefill", "float32"),
     ]
-    assert rows[0]["peaks"] == {"read_gb_per_s": 1.0, "fma_gflop_per_s": 10.0}
+    assert rows[0]["peaks"] == {
+        "read_gb_per_s": 1.0,
+        "multiply_add_gflop_per_s": 10.0,
+        "bfloat16_dot_gflop_per_s": 20.0,
+        "byte_dot_gflop_per_s": 40.0,
+    }
     assert rows[0]["results"]["calls"] >= 5
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in table[2:]] == ["paged_attention"] * 6 + ["rms_norm"] * 2
@@ -192,7 +214,8 @@ def test_probes_measure_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.probes._CHAIN_LENGTH", 20_000)
     peaks = measure_peaks(1)
     assert peaks.read_bytes_per_s > 0
-    assert peaks.flops_per_s > 0
+    assert list(peaks.flops_per_s) == known_products()
+    assert min(peaks.flops_per_s.values()) > 0
 
 
 def test_the_probe_of_bandwidth_reads_it_all() -> None:
@@ -203,13 +226,45 @@ def test_the_probe_of_bandwidth_reads_it_all() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_the_probe_of_multiply_adds_does_them_all(count: int) -> None:
-    buffers = np.ones((1, (_CHAINS + 2) * _LANES), np.float32)
-    buffers[0, :_LANES] = 3
-    expected = 1.0
+@pytest.mark.parametrize("product", known_products())
+def test_the_probe_of_products_does_them_all(count: int, product: Product) -> None:
+    lanes = lanes_of(product)
+    pair = np.array([1.5, 2], ml_dtypes.bfloat16).view(np.uint32)[0]
+    one = {"multiply_add": np.float32(3), "bfloat16_dot": pair, "byte_dot": np.uint32(0x01020304)}
+    dot = {"bfloat16_dot": 1.5**2 + 2**2, "byte_dot": 1 + 4 + 9 + 16}
+    buffers = np.ones((1, CHAINS + 2, lanes), np.float32)
+    buffers[0, :2] = np.array(one[product]).view(np.float32)
+    start: float = 1
+    if product == "byte_dot":
+        buffers[0, 2:] = np.array(1, np.int32).view(np.float32)
     for _ in range(count):
-        expected = expected * 3 + 1
+        start = start * 3 + 3 if product == "multiply_add" else start + dot[product]
     team = ThreadTeam(1)
-    team.run(_run_chains, 1, buffers, count)
+    team.run(chain_kernel(product), 1, buffers, count)
     team.close()
-    assert (buffers[0, 2 * _LANES :] == expected).all()
+    sums = buffers[0, 2:]
+    assert ((sums.view(np.int32) if product == "byte_dot" else sums) == start).all()
+
+
+@pytest.mark.parametrize("type_name", list(BLOCK_TYPES))
+def test_weights_in_blocks(type_name: str) -> None:
+    model = replace(SMOLLM2_135M, hidden_size=256, intermediate_size=288, vocab_size=70)
+    made = quantized_cases(model, 3, type_name)
+    # Blocks of 256 do not divide 288 and 576.
+    assert len(made) == (3 if BLOCK_TYPES[type_name].is_k_type else 5)
+    backend = CpuBackend(dtype="bfloat16", num_threads=1)
+    for case in made:
+        prepared = case.prepare(backend, np.random.default_rng(0))
+        prepared.check()
+        prepared.calls[-1]()
+    backend.close()
+
+
+def test_types_of_blocks_are_measured_on_the_cpu_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, rows = run(tmp_path, "--ops", "linear", "--dtypes", "Q8_0")
+    assert status == 0
+    assert {row["parameters"]["dtype"] for row in rows} == {"Q8_0"}
+    assert main(["ops", "--device", "simulator", "--dtypes", "Q4_0"]) == 2
+    assert "--dtypes Q4_0 is for the CPU's own cases only" in capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_the_command_replays_a_file(
 def replay_peaks() -> Any:
     from bench.probes import Peaks
 
-    return Peaks(2e9, 4e9)
+    return Peaks(2e9, {"multiply_add": 4e9, "bfloat16_dot": 4e9})
 
 
 @pytest.mark.parametrize(
