@@ -73,6 +73,11 @@ def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns under their headers, the first flush left, the others flush right."""
     cells = [list(headers), *([_show(value) for value in row] for row in rows)]

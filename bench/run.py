@@ -1,4 +1,4 @@
-"""The command line: `python -m bench.run {serve,ops,engine,perplexity}`; see README.md."""
+"""The command line: `python -m bench.run BENCHMARK`; see README.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.breakdown import BreakdownOptions, run_breakdown
 from bench.engine import EngineOptions, default_cases, run_engine
 from bench.load import Target
 from bench.ops_command import add_ops_flags, run_ops_command
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures = run_ops_command(options, origin)
         elif options.benchmark == "engine":
             failures = run_engine(_engine_options(options), origin)
+        elif options.benchmark == "breakdown":
+            failures = run_breakdown(_breakdown_options(options), origin)
         else:
             failures = run_perplexity(_perplexity_options(options), origin)
     except (
@@ -62,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--require-quiet", action="store_true", help="refuse to measure on a busy machine"
         )
+    _add_breakdown(commands.add_parser("breakdown", help="a server's time by its parts"))
     _add_perplexity(commands.add_parser("perplexity", help="quality by type of weights and KV"))
     for command in commands.choices.values():
         command.add_argument("--output", type=Path, help="file that rows are appended to")
@@ -104,6 +108,15 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, default=512)
     add("--repeat", type=int, default=1, help="repetitions; results are their medians")
     add("--seed", type=int)
+
+
+def _add_breakdown(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2-135m")
+    add("--dtype", default="auto")
+    add("--threads", type=int, help="default: all usable cores")
+    add("--preset", nargs="+", choices=PRESETS, default=["a", "b", "c"])
+    add("--token-ids", default="1000:30000", metavar="LOW:HIGH")
 
 
 def _add_perplexity(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +184,17 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
         repeat=options.repeat,
         seed=options.seed,
         require_quiet=options.require_quiet,
+        output=options.output,
+    )
+
+
+def _breakdown_options(options: argparse.Namespace) -> BreakdownOptions:
+    return BreakdownOptions(
+        model=options.model,
+        cases=[PRESETS[name] for name in options.preset],
+        dtype=options.dtype,
+        num_threads=options.threads,
+        token_ids=options.token_ids,
         output=options.output,
     )
 
