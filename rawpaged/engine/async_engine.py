@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rawpaged.config import EngineConfig
 from rawpaged.engine.block_map import BlockMap, make_block_map
-from rawpaged.engine.engine_thread import EngineThread
 from rawpaged.engine.loading import load_engine
-from rawpaged.engine.output_processor import Submission
+from rawpaged.engine.output_stream import LoopMailbox, OutputStream
 from rawpaged.engine.profiling import Profile, ProfileOptions
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.errors import InvalidRequestError
-from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.scheduler.kv_stats import KVStats
 
@@ -39,6 +37,7 @@ class AsyncEngine:
         self._admission = loaded.admission
         self._thread = loaded.thread
         self._numbers = itertools.count()
+        self._mailboxes: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
 
     @property
     def is_running(self) -> bool:
@@ -73,7 +72,7 @@ class AsyncEngine:
         token_ids = self.validate(prompt, sampling_params)
         if request_id is None:
             request_id = f"request-{next(self._numbers)}-{secrets.token_hex(8)}"
-        stream = OutputStream(self._thread)
+        stream = OutputStream(self._thread, self._mailbox())
         text = prompt if isinstance(prompt, str) else None
         stream.submit(request_id, text, token_ids, sampling_params)
         return stream
@@ -174,60 +173,12 @@ class AsyncEngine:
     ) -> None:
         self.close()
 
-
-class OutputStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, for one reader on the event loop that asked for it.
-
-    A reader that leaves early (`aclose`, cancellation, or letting go of the stream) aborts the
-    request, whether it has begun to read or not.
-    """
-
-    def __init__(self, thread: EngineThread) -> None:
-        self._submission: Submission | None = None
-        """None once the request has ended for the reader."""
-        self._loop = asyncio.get_running_loop()
-        self._thread = thread
-        self._outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-    def submit(
-        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
-    ) -> None:
-        """Queue the request; raises EngineClosedError."""
-        loop, outputs, cancel = self._loop, self._outputs, self._thread.cancel
-
-        def sink(output: RequestOutput | Exception) -> None:
-            try:
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-            except RuntimeError:  # the loop was closed: nobody is left to read
-                cancel(submission)
-
-        submission = Submission(request_id, prompt, token_ids, params, sink)
-        self._thread.submit(submission)
-        self._submission = submission
-
-    async def __anext__(self) -> RequestOutput:
-        if self._submission is None:
-            raise StopAsyncIteration
-        try:
-            output = await self._outputs.get()
-        except BaseException:
-            self._leave()
-            raise
-        if isinstance(output, Exception):
-            self._submission = None
-            raise output
-        if output.finished:
-            self._submission = None
-        return output
-
-    async def aclose(self) -> None:
-        """Abort the request unless it has ended; nothing more comes."""
-        self._leave()
-
-    def __del__(self) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        submission, self._submission = self._submission, None
-        if submission is not None:
-            self._thread.cancel(submission)
+    def _mailbox(self) -> LoopMailbox:
+        """That of the running event loop."""
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is None:
+            mailbox = LoopMailbox(loop)
+            running = {each: box for each, box in self._mailboxes.items() if not each.is_closed()}
+            self._mailboxes = running | {loop: mailbox}
+        return mailbox

@@ -8,10 +8,12 @@ from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 
 from rawpaged import AsyncEngine, RequestOutputKind, SamplingParams
+from rawpaged.engine.output_stream import LoopMailbox
 from rawpaged.errors import EngineClosedError, InvalidRequestError
 from rawpaged.outputs import RequestOutput
 from tests.tiny import Records, engine_of, tiny_config, wait_until
@@ -196,6 +198,37 @@ def test_the_loop_is_closed_while_it_runs(engine: AsyncEngine, records: Records)
     assert [stats.finish_reason for stats in records.requests] == ["abort"] * 2
     del stream
     gc.collect()
+
+
+def test_a_loop_is_woken_once_for_many_outputs() -> None:
+    async def main() -> None:
+        mailbox = LoopMailbox(asyncio.get_running_loop())
+        queues: list[Any] = [asyncio.Queue() for _ in range(3)]
+        letters = [(queues[i % 3], ValueError(str(i))) for i in range(9)]
+        loop = asyncio.get_running_loop()
+        with patch.object(loop, "call_soon_threadsafe", wraps=loop.call_soon_threadsafe) as wake:
+            for _ in range(2):
+                for letter in letters:
+                    mailbox.put(*letter)
+                await asyncio.sleep(0)
+            assert wake.call_count == 2
+        for i, each in enumerate(queues):
+            seen = [str(each.get_nowait()) for _ in range(6)]
+            assert seen == [str(j) for j in range(i, 9, 3)] * 2
+            assert each.empty()
+
+    run(main())
+
+
+def test_a_loop_that_is_closed_before_it_wakes() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox = LoopMailbox(loop)
+    outputs: Any = None
+    mailbox.put(outputs, ValueError())
+    loop.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            mailbox.put(outputs, ValueError())
 
 
 def test_an_id_in_use(engine: AsyncEngine) -> None:
