@@ -326,8 +326,14 @@ class Backend(Protocol):
         """A callable that repeats the ops that `forward` calls over the same arrays."""
         ...
 
-    def run(self, forward: Callable[[], None]) -> None:
-        """Do the ops that `forward` calls, as one piece of work where the device gains by it."""
+    def prepare(
+        self, forward: Callable[[AttentionPlan], None], max_num_tokens: int
+    ) -> Callable[[AttentionPlan], None]:
+        """forward for plans of up to so many tokens, as one piece of work where that gains.
+
+        It may be called once, with a plan of max_num_tokens, and repeated for others: so it must
+        call the same ops each time, over as many rows of the same arrays as the plan has tokens.
+        """
         ...
 
     # Ops

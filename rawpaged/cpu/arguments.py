@@ -73,6 +73,19 @@ def encode(args: Sequence[Any]) -> tuple[tuple[Kind, ...], list[int]]:
     return tuple(kinds), words
 
 
+def places_of_num_rows(kinds: Sequence[Kind]) -> list[int]:
+    """Which of the words of arguments of these kinds are numbers of Rows' rows."""
+    places = []
+    first = 0
+    for _, dimensions, layout in kinds:
+        if layout == "rows":
+            places.append(first + Rows._fields.index("num_rows"))
+            first += len(Rows._fields)
+        else:
+            first += 1 + 2 * dimensions
+    return places
+
+
 def address_of(array: npt.NDArray[Any]) -> int:
     """Address of the first element."""
     return int(array.__array_interface__["data"][0])

@@ -36,9 +36,10 @@ from rawpaged.cpu.logprobs import logprob_rows
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.quantized_linear import QuantizedLinear
+from rawpaged.cpu.repeated_forward import RepeatedForward
 from rawpaged.cpu.sampling import edit_logits_entries, sample_rows
 from rawpaged.cpu.static_plan import DecodePlans
-from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.threads import PerRow, ThreadTeam
 from rawpaged.cpu.weight_memory import WeightMemory
 from rawpaged.tracing import RangeSink
 
@@ -178,8 +179,10 @@ class CpuBackend:
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return partial(self._team.replay, self._team.record(forward))
 
-    def run(self, forward: Callable[[], None]) -> None:
-        self._team.replay(self._team.record(forward))
+    def prepare(
+        self, forward: Callable[[AttentionPlan], None], max_num_tokens: int
+    ) -> Callable[[AttentionPlan], None]:
+        return RepeatedForward(self._team, forward, max_num_tokens)
 
     # Ops
 
@@ -320,7 +323,7 @@ class CpuBackend:
         if count == 0:
             return
         grain = max(1, ROW_GRAIN * count // sized.size)
-        self._team.run(kernel, count, *args, grain=grain)
+        self._team.run(kernel, PerRow(count), *args, grain=grain)
 
 
 def _packed(weight: LinearWeight) -> CpuLinear:

@@ -16,7 +16,7 @@ from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import ROW_GRAIN, best_arithmetic
 from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.rope import rope_and_store_rows
-from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.threads import PerRow, ThreadTeam
 
 Float32 = npt.NDArray[np.float32]
 
@@ -84,7 +84,7 @@ class CacheOps:
         grain = max(1, ROW_GRAIN * len(q) // q.size)
         self._team.run(
             rope_and_store_rows,
-            len(q),
+            PerRow(len(q)),
             cache.keys,
             cache.values,
             RowsOf(q),

@@ -19,7 +19,7 @@ from rawpaged.cpu.features import FEATURES, CpuFeatures
 from rawpaged.cpu.floats import row_of, stored_like
 from rawpaged.cpu.panel_kernel import PANEL, make_panel_kernel
 from rawpaged.cpu.products import Arithmetic
-from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.threads import PerRow, ThreadTeam
 from rawpaged.cpu.weight_memory import Allocate
 
 MOST_ROWS = 8 if FEATURES.avx512f else 4
@@ -122,7 +122,7 @@ class LinearOp:
         else:
             return x
         grain = 1 + ROW_GRAIN // columns
-        self._team.run(kernel, rows, prepared, RowsOf(x), grain=grain)
+        self._team.run(kernel, PerRow(rows), prepared, RowsOf(x), grain=grain)
         return prepared
 
     def _room(self, rows: int, columns: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -141,16 +141,14 @@ def run_linear_kernel(
     bias: npt.NDArray[np.float32],
 ) -> None:
     """Share one of `make_linear_kernel`'s by panels and blocks of rows; x as its tiles take it."""
-    num_blocks = -(-len(x) // _BLOCK_ROWS)
     team.run(
         kernel,
-        len(panels) * num_blocks,
+        PerRow(len(x), _BLOCK_ROWS, len(panels)),
         RowsOf(out),
         RowsOf(x),
         panels,
         bias,
-        num_blocks,
-        grain=num_blocks * _GRAIN_BYTES // panels[0].nbytes,
+        grain=_GRAIN_BYTES // (panels.nbytes // len(panels)),
     )
 
 
@@ -182,9 +180,10 @@ def make_linear_kernel(
     """The loops over panels and rows around `make_tile(most_rows)`, as of `make_panel_kernel`."""
     run_tile = make_tile(most_rows)
 
-    def linear_panels(out, x, panels, bias, num_blocks, start, stop):
+    def linear_panels(out, x, panels, bias, start, stop):
         """out = x @ W.T + bias for items [start, stop): panels times blocks of rows."""
         steps = panels.shape[1]
+        num_blocks = (x.num_rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
         scratch = np.empty((most_rows, PANEL), np.float32)
         for item in range(start, stop):
             panel = item // num_blocks
@@ -241,7 +240,7 @@ def embed_table(
 ) -> None:
     """out f32[n, in_features] = rows `token_ids` of the table."""
     grain = 1 + ROW_GRAIN // table.in_features
-    team.run(embed_rows, len(out), RowsOf(out), token_ids, table.panels, grain=grain)
+    team.run(embed_rows, PerRow(len(out)), RowsOf(out), token_ids, table.panels, grain=grain)
 
 
 def _unpack(row: Any, words: Any) -> None:

@@ -24,7 +24,7 @@ from rawpaged.cpu.compiling import Kernel, set_variant
 from rawpaged.cpu.linear import MOST_ROWS, ROW_GRAIN, make_linear_kernel, run_linear_kernel
 from rawpaged.cpu.panel_kernel import PANEL
 from rawpaged.cpu.quantized_activations import make_block_quantizer
-from rawpaged.cpu.threads import ThreadTeam
+from rawpaged.cpu.threads import PerRow, ThreadTeam
 from rawpaged.cpu.weight_memory import Allocate
 
 _MOST_ROWS: dict[BlockArithmetic, int] = {"byte_dots": MOST_ROWS, "floats": 4}
@@ -88,7 +88,7 @@ class QuantizedLinearOp:
         prepared = self._scratch[: rows * row_bytes].reshape(rows, row_bytes)
         kernel = _quantizer(self._arithmetic)
         grain = 1 + ROW_GRAIN // columns
-        self._team.run(kernel, rows, RowsOf(prepared), RowsOf(x), grain=grain)
+        self._team.run(kernel, PerRow(rows), RowsOf(prepared), RowsOf(x), grain=grain)
         return prepared
 
     def multiply(
@@ -104,7 +104,7 @@ class QuantizedLinearOp:
         """out f32[n, in_features] = rows of the table, dequantised exactly."""
         grain = 1 + ROW_GRAIN // table.in_features
         kernel = _embed_kernel(table.kind)
-        self._team.run(kernel, len(out), out, token_ids, table.panels, grain=grain)
+        self._team.run(kernel, PerRow(len(out)), out, token_ids, table.panels, grain=grain)
 
     def release(self) -> None:
         """Give the room back."""

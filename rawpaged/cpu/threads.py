@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
 from rawpaged.cpu import work_sharing
-from rawpaged.cpu.arguments import address_of, encode, owner_of
+from rawpaged.cpu.arguments import address_of, encode, owner_of, places_of_num_rows
 from rawpaged.cpu.compiling import Kernel, compile_entry
 from rawpaged.cpu.work_sharing import COMMAND_WORDS, TEAM_WORDS
 from rawpaged.errors import ConfigError
@@ -23,9 +23,23 @@ _FIRST_COMMANDS = 512
 
 _MOST_ARGUMENT_WORDS = 256
 
-Count = int | npt.NDArray[np.int64]
-"""A number, or an array i64[1] that holds it."""
 Words = npt.NDArray[np.int64]
+
+
+class PerRow(NamedTuple):
+    """A count of `items` for each block of so many rows, the last of which may be shorter."""
+
+    num_rows: int
+    block: int = 1
+    items: int = 1
+
+    @property
+    def number(self) -> int:
+        return self.items * -(-self.num_rows // self.block)
+
+
+Count = int | PerRow | npt.NDArray[np.int64]
+"""A number, one that follows from a number of rows, or an array i64[1] that holds it."""
 
 
 def usable_processors() -> int:
@@ -38,45 +52,69 @@ def usable_processors() -> int:
 class _Calls:
     """Calls as they are written down: a kernel, its arguments, and a range to run it over."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int | None) -> None:
+        """With num_rows, all calls must be over so many rows, and can be repeated over fewer."""
+        self._num_rows = num_rows
         self.commands: list[tuple[int, int, int, int, int]] = []
         """Entry, index of the first word of its arguments, count, where to find it, grain."""
         self.words: list[int] = []
-        self._owners: dict[int, Any] = {}
+        self.per_row: list[tuple[int, int]] = []
+        """Block and items of each command whose count follows from the rows, else (1, 0)."""
+        self.row_words: list[int] = []
+        """Which words are numbers of rows."""
+        self.owners: dict[int, Any] = {}
 
     def add(self, kernel: Kernel, count: Count, args: tuple[Any, ...], grain: int) -> None:
         kinds, words = encode(args)
-        fixed, place = (count, 0) if isinstance(count, int) else (0, address_of(count))
-        command = (kernel.entry(kinds), len(self.words), fixed, place, max(grain, 1))
+        fixed, place = (0, address_of(count)) if isinstance(count, np.ndarray) else (count, 0)
+        if self._num_rows is not None:
+            self._note_rows(count, places_of_num_rows(kinds), words)
+        number = fixed.number if isinstance(fixed, PerRow) else fixed
+        command = (kernel.entry(kinds), len(self.words), number, place, max(grain, 1))
         self.commands.append(command)
         self.words += words
         for argument in (*args, count):
             owner = owner_of(argument)
-            self._owners[id(owner)] = owner
+            self.owners[id(owner)] = owner
 
     def finish(self) -> Recording:
-        return Recording(self.commands, self.words, self._owners)
+        return Recording(self)
+
+    def _note_rows(self, count: Count, places: list[int], words: list[int]) -> None:
+        """What of a call changes with the number of rows."""
+        assert not isinstance(count, int), "a count that does not follow from the rows"
+        numbers = [words[place] for place in places]
+        if isinstance(count, PerRow):
+            numbers.append(count.num_rows)
+            self.per_row.append((count.block, count.items))
+        else:
+            self.per_row.append((1, 0))
+        assert set(numbers) <= {self._num_rows}, f"{numbers=} are not {self._num_rows}"
+        self.row_words += [len(self.words) + place for place in places]
 
 
 class Recording:
     """Calls that can be repeated; keeps the memory that they use."""
 
-    def __init__(
-        self,
-        commands: list[tuple[int, int, int, int, int]],
-        words: list[int],
-        owners: dict[int, Any],
-    ) -> None:
-        self._owners = owners
-        self._words = np.array(words, np.int64)
-        self.template = np.zeros((len(commands), COMMAND_WORDS), np.int64)
-        if commands:
-            entries, firsts, counts, places, grains = np.array(commands, np.int64).T
+    def __init__(self, calls: _Calls) -> None:
+        self._owners = calls.owners
+        self._words = np.array(calls.words, np.int64)
+        self.template = np.zeros((len(calls.commands), COMMAND_WORDS), np.int64)
+        if calls.commands:
+            entries, firsts, counts, places, grains = np.array(calls.commands, np.int64).T
             self.template[:, work_sharing.ENTRY] = entries
             self.template[:, work_sharing.ARGUMENTS] = address_of(self._words) + 8 * firsts
             self.template[:, work_sharing.COUNT] = counts
             self.template[:, work_sharing.COUNT_ADDRESS] = places
             self.template[:, work_sharing.GRAIN] = grains
+        self._row_words = np.array(calls.row_words, np.int64)
+        self._per_row = np.array(calls.per_row, np.int64).reshape(-1, 2)
+
+    def set_num_rows(self, num_rows: int) -> None:
+        """Repeat the calls over the first `num_rows` rows from now on; for `record(num_rows=)`."""
+        self._words[self._row_words] = num_rows
+        block, items = self._per_row.T
+        self.template[:, work_sharing.COUNT] = items * -(-num_rows // block)
 
 
 class _SingleCall:
@@ -136,16 +174,23 @@ class ThreadTeam:
         if self._calls is not None:
             self._calls.add(kernel, count, args, grain)
             return
-        number = int(count) if isinstance(count, int) else int(count[0])
+        if isinstance(count, PerRow):
+            number = count.number
+        else:
+            number = count if isinstance(count, int) else int(count[0])
         if number == 0:
             return
         self._single.write(kernel, number, args, grain)
         self._lead(self._state_address, self._single.address, 1)
 
-    def record(self, forward: Callable[[], None]) -> Recording:
-        """The calls of `run` that `forward` makes, none of which is done."""
+    def record(self, forward: Callable[[], None], *, num_rows: int | None = None) -> Recording:
+        """The calls of `run` that `forward` makes, none of which is done.
+
+        With num_rows the recording can be told to repeat them over fewer rows. Then every count is
+        PerRow of so many or in memory, and every argument RowsOf has so many rows.
+        """
         assert self._calls is None, "recordings do not nest"
-        calls = self._calls = _Calls()
+        calls = self._calls = _Calls(num_rows)
         try:
             forward()
         finally:

@@ -17,6 +17,8 @@ A command's words, one cache line, are written by the leader before a run:
     ARGUMENTS, COUNT, GRAIN (fewest items in a part)
     COUNT_ADDRESS  where the leader finds the count when a run begins; 0: it is in COUNT
 
+Commands with a count of 0 are left out of the run.
+
 The team's words are three cache lines.
 """
 
@@ -49,19 +51,22 @@ def lead(team, template, num_commands):
     run = last + 1 if last < _LAST_RUN else 1
     number = run << 32
     commands = load_word(team + _WORD * COMMANDS)
+    target = commands
     for i in range(num_commands):
         source = template + _WORD * COMMAND_WORDS * i
-        target = commands + _WORD * COMMAND_WORDS * i
         count = load_word(source + _WORD * COUNT)
         count_address = load_word(source + _WORD * COUNT_ADDRESS)
         if count_address != 0:
             count = load_word(count_address)
+        if count == 0:
+            continue
         for field in range(ENTRY, GRAIN + 1):
             store_word(target + _WORD * field, load_word(source + _WORD * field))
         store_word(target + _WORD * COUNT, count)
         store_word(target + _WORD * PENDING, number | count)
         store_word(target + _WORD * CLAIM, number | count)
-    store_word(team + _WORD * NUM_COMMANDS, num_commands)
+        target += _WORD * COMMAND_WORDS
+    store_word(team + _WORD * NUM_COMMANDS, (target - commands) // (_WORD * COMMAND_WORDS))
     _begin(team, last, run)
     _take_part(team, run)
 

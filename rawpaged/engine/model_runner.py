@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rawpaged.backend import LARGEST_ELEMENT, Backend, BatchMeta, KVCache, KVScales
+from rawpaged.backend import LARGEST_ELEMENT, AttentionPlan, Backend, BatchMeta, KVCache, KVScales
 from rawpaged.engine.decode_graphs import DecodeGraphs, is_decode
 from rawpaged.engine.input_batch import make_batch
 from rawpaged.engine.kv_scales import calibrate_kv_scales
@@ -108,6 +109,7 @@ class ModelRunner:
             )
             for _ in range(config.num_layers if self.num_host_blocks > 0 else 0)
         ]
+        self._prepare_forward()
         plans = None
         if not self._enforce_eager:
             plans = backend.static_plans(
@@ -125,6 +127,13 @@ class ModelRunner:
                 most_reqs=min(self._max_num_seqs, self._max_num_batched_tokens),
                 progress=self._progress,
             )
+
+    def _prepare_forward(self) -> None:
+        """Op by op where each is to be seen, and as the backend likes it best otherwise."""
+        self._forward: Callable[[AttentionPlan], None]
+        self._forward = partial(self.model.forward, kv_caches=self.kv_caches)
+        if not (self._is_recorded or self._tracer.is_on):
+            self._forward = self.backend.prepare(self._forward, self._max_num_batched_tokens)
 
     def _new_pool(self) -> list[KVCache]:
         """Every layer's cache, whose scales are found first if they are needed."""
@@ -149,6 +158,8 @@ class ModelRunner:
         self.host_kv_caches = []
         if hasattr(self, "model"):
             del self.model
+        if hasattr(self, "_forward"):
+            del self._forward
 
     def sleep(self, level: int) -> None:
         """Give back KV pool, buffers and graphs; level 1 keeps the weights in host memory.
@@ -205,6 +216,7 @@ class ModelRunner:
         self._ops = TracedBackend(ops, tracer) if tracer.is_on else ops
         if self.sleep_level == 0:
             self.model.set_tracer(tracer, self._ops)
+            self._prepare_forward()
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
         """Make the copies, compute KV of all scheduled tokens, and sample.
@@ -227,7 +239,7 @@ class ModelRunner:
                 meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
             )
         with self._tracer.phase("forward"):
-            self._ops.run(lambda: self.model.forward(plan, self.kv_caches))
+            self._forward(plan)
         prompt_logprobs = self._prompt_logprobs(output, meta, requests)
         if not sampling:
             return StepResult({}, prompt_logprobs)

@@ -145,9 +145,11 @@ class TracedBackend:
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self._inner.capture(forward)
 
-    def run(self, forward: Callable[[], None]) -> None:
-        """Op by op, since they are what is to be seen."""
-        forward()
+    def prepare(
+        self, forward: Callable[[AttentionPlan], None], max_num_tokens: int
+    ) -> Callable[[AttentionPlan], None]:
+        """forward itself: op by op, since they are what is to be seen."""
+        return forward
 
     # Ops
 

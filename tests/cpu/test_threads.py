@@ -18,7 +18,7 @@ from rawpaged.cpu import work_sharing
 from rawpaged.cpu.arguments import RowsOf, address_of
 from rawpaged.cpu.compiling import compile_entry, kernel
 from rawpaged.cpu.floats import row_of
-from rawpaged.cpu.threads import MAX_THREADS, ThreadTeam
+from rawpaged.cpu.threads import MAX_THREADS, PerRow, ThreadTeam
 from rawpaged.errors import ConfigError
 from tests.tiny import wait_until
 
@@ -147,6 +147,44 @@ def test_a_recording_keeps_its_memory_and_no_longer() -> None:
     gc.collect()
     assert gone() is None
     team.close()
+
+
+@kernel
+def _mark(out, x, start, stop):  # type: ignore[no-untyped-def]
+    """out[i] += 1 for items of 4 rows, out[-1] = rows."""
+    for i in range(start, stop):
+        out[i] += 1
+        out[-1] = x.num_rows
+
+
+def test_a_recording_over_fewer_rows(team: ThreadTeam) -> None:
+    x = np.zeros((22, 3), np.float32)
+    by_row, by_block, fixed = (np.zeros(40, np.int64) for _ in range(3))
+    number = np.array([2])
+
+    def forward() -> None:
+        team.run(_mark, PerRow(len(x)), by_row, RowsOf(x))
+        team.run(_mark, PerRow(len(x), 4, 5), by_block, RowsOf(x))
+        team.run(_mark, number, fixed, RowsOf(x))
+
+    recording = team.record(forward, num_rows=22)
+    for num_rows, count in ((22, 0), (1, 7), (8, 3), (9, 1)):
+        for out in (by_row, by_block, fixed):
+            out[:] = 0
+        number[0] = count
+        recording.set_num_rows(num_rows)
+        team.replay(recording)
+        blocks = 5 * -(-num_rows // 4)
+        for out, items in ((by_row, num_rows), (by_block, blocks), (fixed, count)):
+            assert out.tolist()[:-1] == [1] * items + [0] * (39 - items)
+            assert out[-1] == (num_rows if items else 0)
+
+
+def test_what_a_recording_of_rows_cannot_repeat(team: ThreadTeam) -> None:
+    x, out = np.zeros((22, 3), np.float32), np.zeros(40, np.int64)
+    for count, rows in ((22, x), (PerRow(21), x), (PerRow(22), x[1:])):
+        with pytest.raises(AssertionError, match=r"rows|are not 22"):
+            team.record(partial(team.run, _mark, count, out, RowsOf(rows)), num_rows=22)
 
 
 def test_a_recording_that_fails_leaves_the_team_as_it_was(team: ThreadTeam) -> None:
