@@ -18,12 +18,16 @@ from typing import Any
 
 import aiohttp
 
+from bench.limits import ModelWork, least_seconds, work_of_model
 from bench.load import Target
+from bench.machine import usable_cores
 from bench.presets import PRESETS, ServeCase
+from bench.probes import Peaks, measure_peaks
 from bench.quiet import BusyMachineError
 from bench.rows import Origin, append_row, command_line, format_table, make_row
 from bench.serve import ServeOptions, measure_server
 from bench.server_process import ServerFailedError
+from rawpaged.errors import RawpagedError
 
 OURS = "rawpaged"
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -55,16 +59,25 @@ class CompareOptions:
     server_timeout: float
     require_quiet: bool
     output: Path | None
+    limits: ModelWork | None = None
+    """Of the model that ours serves: with it, the least time of each case is told."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: all went well; 1: requests failed; 2: it could not run."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    options = _options(parser, parser.parse_args(given))
     try:
+        options = _options(parser, parser.parse_args(given))
         rows = run_compare(options, Origin(command_line(given, program="bench.compare")))
-    except (BusyMachineError, ServerFailedError, aiohttp.ClientError, OSError, ValueError) as error:
+    except (
+        BusyMachineError,
+        ServerFailedError,
+        RawpagedError,
+        aiohttp.ClientError,
+        OSError,
+        ValueError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 1 if any(row["results"]["errors"] for row in rows) else 0
@@ -73,11 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_compare(options: CompareOptions, origin: Origin) -> list[dict[str, Any]]:
     """All rows of all turns; prints the tables and appends a row of medians for each case."""
     rows: list[dict[str, Any]] = []
+    peaks: list[Peaks] = []
     for turn in range(options.repeat):
+        if options.limits is not None:
+            peaks.append(measure_peaks(usable_cores()))
         for server in options.servers:
             print(f"turn {turn + 1} of {options.repeat}: {server.label}", file=sys.stderr)
             rows += measure_server(_serve_options(options, server, turn), origin)
     labels = [server.label for server in options.servers]
+    limits = case_limits(options, best_of(peaks)) if options.limits is not None else None
     for case in options.cases:
         append_row(
             options.output,
@@ -86,12 +103,14 @@ def run_compare(options: CompareOptions, origin: Origin) -> list[dict[str, Any]]
                 benchmark="compare",
                 case=case.name,
                 parameters={"labels": labels, "repeat": options.repeat, "seed": options.seed},
-                results=compared(rows, labels, case),
+                results=compared(rows, labels, case)
+                | ({"limit": limits[case.name]} if limits else {}),
+                peaks=_peak_fields(best_of(peaks)) if peaks else None,
                 load_before=None,
                 other_cores=None,
             ),
         )
-    print(rates_table(rows, labels, options.cases))
+    print(rates_table(rows, labels, options.cases, limits))
     print()
     print(servers_table(rows, labels))
     return rows
@@ -119,14 +138,51 @@ def compared(rows: _Rows, labels: Sequence[str], case: ServeCase) -> dict[str, A
     }
 
 
-def rates_table(rows: _Rows, labels: Sequence[str], cases: Sequence[ServeCase]) -> str:
-    """A line a case: the median rate of each server, and how many times theirs ours is."""
+def case_limits(options: CompareOptions, peaks: Peaks) -> dict[str, float]:
+    """By case, its rate if nothing took time but the least of reading and computing."""
+    assert options.limits is not None
+    limits = {}
+    for case in options.cases:
+        tokens = case.num_requests * case.output_len
+        if rate_name(case) == "total_tokens_per_s":
+            tokens += case.num_requests * case.prompt_len
+        limits[case.name] = tokens / least_seconds(options.limits, case, peaks)
+    return limits
+
+
+def best_of(peaks: Sequence[Peaks]) -> Peaks:
+    """The highest of each."""
+    return Peaks(
+        max(each.read_bytes_per_s for each in peaks),
+        {
+            product: max(each.flops_per_s[product] for each in peaks)
+            for product in peaks[0].flops_per_s
+        },
+    )
+
+
+def rates_table(
+    rows: _Rows,
+    labels: Sequence[str],
+    cases: Sequence[ServeCase],
+    limits: Mapping[str, float] | None = None,
+) -> str:
+    """A line a case: the median rate of each server, and how many times theirs ours is.
+
+    With limits also these, and how much of them ours is.
+    """
     headers = ["case", "tok/s of", *labels, *(f"x {label}" for label in labels[1:])]
+    if limits:
+        headers += ["limit", "% of it"]
     lines = []
     for case in cases:
         results = compared(rows, labels, case)
         kind = "output" if results["rate"].startswith("output") else "prompt + output"
-        lines.append([case.name, kind, *results["medians"].values(), *results["ratios"].values()])
+        line = [case.name, kind, *results["medians"].values(), *results["ratios"].values()]
+        if limits:
+            limit = limits[case.name]
+            line += [limit, 100 * results["medians"][labels[0]] / limit]
+        lines.append(line)
     return format_table(headers, lines)
 
 
@@ -146,6 +202,11 @@ def servers_table(rows: _Rows, labels: Sequence[str]) -> str:
             ]
         )
     return format_table(headers, lines)
+
+
+def _peak_fields(peaks: Peaks) -> dict[str, float]:
+    fields = {f"{name}_gflop_per_s": rate / 1e9 for name, rate in peaks.flops_per_s.items()}
+    return {"read_gb_per_s": peaks.read_bytes_per_s / 1e9, **fields}
 
 
 def _median(rows: _Rows, label: str, case: str, name: str) -> float:
@@ -212,6 +273,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="default: a new one, so that no prompt is in a prefix cache")
     add("--timeout", type=float, default=600.0, help="seconds for one request")
     add("--server-timeout", type=float, default=600.0, help="seconds until /health must answer")
+    add(
+        "--limits",
+        metavar="MODEL[:DTYPE]",
+        help="tell the least time of each case with this model on this machine, of whose peaks it "
+        "is made, measured before each turn",
+    )
     add("--require-quiet", action="store_true", help="refuse to measure on a busy machine")
     add("--output", type=Path, help="file that rows are appended to")
     return parser
@@ -248,7 +315,15 @@ def _options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Comp
         server_timeout=given.server_timeout,
         require_quiet=given.require_quiet,
         output=given.output,
+        limits=_limits(given.limits),
     )
+
+
+def _limits(given: str | None) -> ModelWork | None:
+    if given is None:
+        return None
+    model, _, dtype = given.partition(":")
+    return work_of_model(model, dtype or "auto")
 
 
 def _named(

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from bench.compare import main, rate_name
+from bench.limits import least_seconds, work_of_model
 from bench.presets import PRESETS
+from bench.probes import Peaks, Product
 from tests.bench import fake_server
 from tests.bench.fake_server import FakeServer, running
+from tests.tiny import LLAMA
+
+RATES: dict[Product, float] = {"multiply_add": 3e9, "bfloat16_dot": 6e9, "byte_dot": 12e9}
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +69,33 @@ def test_a_server_that_it_starts_is_weighed_and_stopped(
     table = capsys.readouterr().out.splitlines()
     assert table[-2].split()[:2] == ["rawpaged", "-"]
     assert float(table[-1].split()[1]) > 0
+
+
+def test_limits_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peaks = iter([Peaks(2e9, RATES | {"multiply_add": 1e9}), Peaks(1e9, RATES)])
+    monkeypatch.setattr("bench.compare.measure_peaks", lambda num_threads: next(peaks))
+    output = tmp_path / "rows.jsonl"
+    with running(FakeServer()) as ours, running(FakeServer()) as peer:
+        arguments = ["--peers", "peer", "--preset", "a", "d", "--repeat", "2"]
+        arguments += ["--url", f"rawpaged={ours.url}", "--url", f"peer={peer.url}"]
+        arguments += ["--limits", f"{LLAMA}:float32", "--output", str(output)]
+        assert main(arguments) == 0
+    row_a, row_d = [json.loads(line) for line in output.read_text().splitlines()][-2:]
+    work = work_of_model(LLAMA, "float32")
+    best = Peaks(2e9, RATES)
+    seconds = [least_seconds(work, PRESETS[name], best) for name in "ad"]
+    assert row_a["results"]["limit"] == pytest.approx(4 * 128 / seconds[0], rel=1e-4)
+    assert row_d["results"]["limit"] == pytest.approx(6 * 1025 / seconds[1], rel=1e-4)
+    assert row_a["peaks"]["read_gb_per_s"] == 2.0
+    assert "% of it" in capsys.readouterr().out
+
+
+def test_limits_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--peers", "peer", "--url", "peer=http://127.0.0.1:9", "--limits", "./none"]
+    assert main(arguments) == 2
+    assert "./none: there is no such file" in capsys.readouterr().err
 
 
 def test_errors_show_in_the_exit_status() -> None:
