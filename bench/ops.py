@@ -17,12 +17,15 @@ from bench.probes import Peaks, measure_peaks
 from bench.quiet import check_quiet
 from bench.rows import Origin, append_row, format_table, make_row
 from bench.sampling_cases import sampling_cases
-from bench.timing import Timing, time_calls
+from bench.timing import Timing, time_calls, time_recorded
 from rawpaged.backend import Backend
 from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.devices import open_backend
 from rawpaged.models.config import ModelConfig
 from rawpaged.weights.checkpoint import read_model_config
+
+CALLED_FROM_PYTHON = ("sample", "token_logprobs", "edit_logits", "copy_blocks")
+"""Ops that are no part of a forward pass, and so of no recording."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +150,11 @@ def _measure(
         results["refcheck"] = str(error).strip()
         print(f"{case.op} {case.name}, {case.rows} rows: {error}", file=sys.stderr)
     else:
-        results |= summarize(case, time_calls(prepared.calls, options.seconds), peaks)
+        if case.op in CALLED_FROM_PYTHON:
+            timing = time_calls(prepared.calls, options.seconds)
+        else:
+            timing = time_recorded(backend.capture, prepared.calls, options.seconds)
+        results |= summarize(case, timing, peaks)
     return make_row(
         origin,
         benchmark="ops",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from bench.probes import (
     measure_peaks,
 )
 from bench.run import main
-from bench.timing import Timing, time_calls
+from bench.timing import Timing, time_calls, time_recorded
 from rawpaged.cpu.backend import CpuBackend
 from rawpaged.cpu.block_types import BLOCK_TYPES
 from rawpaged.cpu.threads import ThreadTeam
@@ -154,6 +154,35 @@ def test_calls_are_timed_in_turn() -> None:
     assert timed == [i % 4 for i in range(len(timed))]
     assert 5 <= timing.calls == len(timed) <= 10
     assert 0.002 <= timing.best <= timing.median <= timing.p95
+
+
+def test_recorded_calls_are_repeated_in_turn() -> None:
+    seen: list[int] = []
+
+    def capture(forward: Callable[[], None]) -> Callable[[], None]:
+        before = len(seen)
+        forward()
+        recorded = seen[before:]
+        del seen[before:]
+
+        def repeat() -> None:
+            seen.extend(recorded)
+            time.sleep(0.001 * len(recorded))
+
+        return repeat
+
+    def call(index: int) -> None:
+        seen.append(index)
+        time.sleep(0.0002)
+
+    calls = [lambda i=i: call(i) for i in range(7)]
+    timing = time_recorded(capture, calls, seconds=0.03)
+    # Each call takes 0.2 ms and more, so that a recording has two or three.
+    repeated = seen[3 + 5 :]
+    assert repeated[:4] == [0, 1, 2, 3]
+    assert set(repeated) == set(range(7))
+    assert timing.calls >= 10
+    assert 0.001 <= timing.best <= timing.median <= timing.p95 < 0.01
 
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
