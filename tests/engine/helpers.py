@@ -75,6 +75,7 @@ def tiny_engine(
     enable_prefix_caching: bool = True,
     num_host_blocks: int = 0,
     keep_quantized: bool = False,
+    runner_type: type[RecordingRunner] = RecordingRunner,
 ) -> Engine:
     """An engine over a golden checkpoint, its runner a RecordingRunner; swaps into host blocks.
 
@@ -84,7 +85,7 @@ def tiny_engine(
     backend = open_backend(
         "cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads
     )
-    runner = RecordingRunner(
+    runner = runner_type(
         checkpoint.model_config,
         load_weights(checkpoint, backend, keep_quantized=keep_quantized, progress=False),
         backend,

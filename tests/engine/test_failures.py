@@ -146,9 +146,7 @@ def die(*args: object) -> Any:
 
 
 @pytest.mark.parametrize("method", ["schedule", "update"])
-def test_the_thread_dies(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_the_thread_dies(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """All requests fail, later ones are refused, and closing works."""
 
     async def main() -> None:

@@ -139,9 +139,11 @@ def test_two_at_once(llm: LLM) -> None:
     def generate(each: LLM) -> list[RequestOutput]:
         return each.generate(prompts, params, use_tqdm=False)
 
-    with LLM(tiny_config(num_threads=2)) as one, LLM(
-        tiny_config(num_threads=2, dtype="bfloat16")
-    ) as other, ThreadPoolExecutor(2) as pool:
+    with (
+        LLM(tiny_config(num_threads=2)) as one,
+        LLM(tiny_config(num_threads=2, dtype="bfloat16")) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
         first, second = pool.map(generate, [one, other])
     assert [output.outputs[0].token_ids for output in first] == [
         output.outputs[0].token_ids for output in expected

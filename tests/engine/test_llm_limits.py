@@ -187,9 +187,7 @@ def test_unknown_flag() -> None:
     ],
     ids=str,
 )
-def test_what_the_machine_cannot_do(
-    flags: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_machine_cannot_do(flags: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(loading, "load_weights")
     with pytest.raises(BackendError):
         LLM(LLAMA, num_threads=1, **flags)

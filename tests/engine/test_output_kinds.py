@@ -35,7 +35,9 @@ def random_params(rng: random.Random) -> SamplingParams:
     }
     chosen = {name: value for name, value in optional.items() if rng.random() < 0.4}
     return SamplingParams(
-        seed=rng.randrange(1000), max_tokens=rng.randint(10, 40), n=rng.choice([1, 1, 2, 3]),
+        seed=rng.randrange(1000),
+        max_tokens=rng.randint(10, 40),
+        n=rng.choice([1, 1, 2, 3]),
         **chosen,
     )
 
