@@ -11,6 +11,7 @@ import msgspec
 
 from rawpaged.errors import InvalidRequestError
 from rawpaged.sampling_params import RequestOutputKind, SamplingParams
+from rawpaged.server.json_fields import decode_fields, shown_name
 
 MAX_CHOICES = 2048
 """Samples of one HTTP request: prompts times n."""
@@ -209,8 +210,6 @@ NO_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {}
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
 
 def parse_body(
     body: bytes, request_type: type[R], neutral: Mapping[str, tuple[Any, ...]] = NO_NEUTRAL_VALUES
@@ -218,15 +217,15 @@ def parse_body(
     """The body as `request_type`.
 
     Raises InvalidRequestError, whose `param` is the top-level field at fault, for bytes that are
-    no JSON object, for wrong types, and for any field that is neither one of the type's nor in
-    `neutral` with a value listed there.
+    no JSON object, for names given twice, for wrong types, and for any field that is neither one
+    of the type's nor in `neutral` with a value listed there.
     """
-    fields = _decode_fields(body)
+    fields = decode_fields(body)
     for name in list(fields):
         if name in request_type.__struct_fields__:
             continue
         if name not in neutral:
-            shown = name if len(name) <= 100 else name[:100] + "..."
+            shown = shown_name(name)
             raise InvalidRequestError(f"unknown or unsupported field `{shown}`", shown)
         if fields[name] not in neutral[name]:
             raise InvalidRequestError(
@@ -258,27 +257,6 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
         if text.startswith(old):
             text = new + text.removeprefix(old)
         raise InvalidRequestError(text, new) from None
-
-
-_NO_OBJECT = re.compile(r"Expected `object`, got (?P<kind>`\w+`)")
-
-
-def _decode_fields(body: bytes) -> dict[str, Any]:
-    """The JSON object's fields, each decoded by itself so that an error can name its field."""
-    name = None
-    fields: dict[str, Any] = {}
-    try:
-        for name, value in _fields_decoder.decode(body).items():
-            fields[name] = msgspec.json.decode(value)
-    except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply", name) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if match := _NO_OBJECT.fullmatch(str(error)):
-            text = f"the body must be a JSON object, not {match['kind']}"
-            raise InvalidRequestError(text, None) from None
-        where = f"`{name[:100]}`" if name is not None else "the body"
-        raise InvalidRequestError(f"{where} is not valid JSON here: {error}", name) from None
-    return fields
 
 
 # What releases of msgspec raise for an integer beyond the range of floats where a float belongs.

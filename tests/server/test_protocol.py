@@ -276,6 +276,33 @@ def test_bodies_that_are_no_json_object(server: Server, path: str, body: bytes) 
 
 
 @pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "prompt", "`prompt` is given twice"),
+        (b'{"n": 1, "prompt": "\\":", "n" : 2}', "n", "`n` is given twice"),
+        (b'{"n": 1, "prompt": "a", "\\u006e": 2}', "n", "`n` is given twice"),
+        (b'{"logit_bias": {"1": 1, "1": 2}}', "logit_bias", "`logit_bias` holds the name `1` tw"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature", "`temperature` holds NaN"),
+        (b'{"top_p": -Infinity, "n": 1}', "top_p", "`top_p` holds -Infinity, which is no number"),
+        (b'{"logit_bias": {"1": [Infinity]}}', "logit_bias", "`logit_bias` holds Infinity"),
+        (b'{"a": 1, "b": [}', None, "the body is not valid JSON here"),
+        (b'{"a": NaN, "b": [}', None, "the body is not valid JSON here"),
+    ],
+)
+def test_json_that_readers_differ_in(body: bytes, param: str | None, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(body, CompletionRequest)
+    assert str(caught.value).startswith(words)
+    assert caught.value.param == param
+
+
+def test_strings_that_look_like_names() -> None:
+    body = b'{"prompt": "\\"n\\": 1, \\"n\\": 2", "logit_bias": {"1": 1, "2": 1}, "n": 3}'
+    parsed = parse_body(body, CompletionRequest)
+    assert (parsed.prompt, parsed.n) == ('"n": 1, "n": 2', 3)
+
+
+@pytest.mark.parametrize(
     ("value", "name"),
     [
         ("1e999", "temperature"),
