@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -218,9 +219,7 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(f"top_p must be in (0, 1], not {self.top_p}", "top_p")
         if self.num_samples < self.n:
-            raise InvalidRequestError(
-                f"best_of={self.best_of} is less than n={self.n}", "best_of"
-            )
+            raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.n}", "best_of")
         if self.num_samples > self.n and self.output_kind is RequestOutputKind.DELTA:
             raise InvalidRequestError(
                 f"best_of={self.best_of} with n={self.n} cannot be sent as it comes: which samples "
@@ -266,14 +265,14 @@ class SamplingParams:
         """Values that mean nothing to a search are refused, and those of a search without one."""
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise InvalidRequestError(
-                f'early_stopping must be true, false or "never", not {self.early_stopping!r}',
+                f'early_stopping must be true, false or "never", not {_shown(self.early_stopping)}',
                 "early_stopping",
             )
         if not self.use_beam_search:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:
                     raise InvalidRequestError(
-                        f"{name}={getattr(self, name)} is for beam search; "
+                        f"{name}={_shown(getattr(self, name))} is for beam search; "
                         "set use_beam_search=true",
                         name,
                     )
@@ -288,6 +287,12 @@ class SamplingParams:
 
 
 def _shown(value: object) -> str:
-    """A value for a message, cut off where it is long."""
-    text = value.name if isinstance(value, enum.Enum) else repr(value)
+    """A value for a message as JSON has it, cut off where it is long."""
+    if isinstance(value, enum.Enum):
+        text = str(value.name)
+    else:
+        try:
+            text = json.dumps(value, default=repr)
+        except (TypeError, ValueError):  # keys that JSON has not, or a list that holds itself
+            text = repr(value)
     return text if len(text) <= 100 else text[:100] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -94,4 +95,4 @@ def test_fields_of_a_search_without_one(server: Server, name: str, value: Any) -
     answer = complete(server.url, **{name: value})
     assert answer.status == 400
     assert answer.error["param"] == name
-    assert "use_beam_search" in answer.error["message"]
+    assert answer.error["message"].startswith(f"{name}={json.dumps(value)} is for beam search")
