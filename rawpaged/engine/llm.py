@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import queue
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from rawpaged.config import EngineConfig
 from rawpaged.engine.loading import load_engine
 from rawpaged.engine.output_processor import Submission
 from rawpaged.engine.profiling import Profile, ProfileOptions
-from rawpaged.errors import InvalidRequestError
+from rawpaged.errors import ConfigError, InvalidRequestError
 from rawpaged.outputs import RequestOutput
 from rawpaged.progress import ProgressBar
 from rawpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -38,6 +39,7 @@ class LLM:
     """
 
     def __init__(self, model: str | EngineConfig, **flags: Any) -> None:
+        _check_flags(flags)
         if isinstance(model, EngineConfig):
             self.config = replace(model, **flags)
         else:
@@ -197,6 +199,20 @@ class LLM:
         token_ids = self._admission.prompt_token_ids(prompt)
         self._admission.check_params(params, len(token_ids))
         return token_ids
+
+
+def _check_flags(flags: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a name that is no field of EngineConfig."""
+    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    for name in flags:
+        if name not in known:
+            near = "".join(
+                f"did you mean {near}? " for near in difflib.get_close_matches(name, known, n=1)
+            )
+            raise ConfigError(
+                f"{name} is no argument of LLM: {near}It takes model and the fields of "
+                f"EngineConfig, which are {', '.join(known)}"
+            )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

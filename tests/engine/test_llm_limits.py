@@ -171,8 +171,10 @@ def test_wrong_flag(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_unknown_flag() -> None:
-    with pytest.raises(TypeError, match="tensor_parallel_size"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is no argument .*, num_threads"):
         LLM(LLAMA, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+        LLM(tiny_config(), max_num_seq=2)
 
 
 @pytest.mark.parametrize(
