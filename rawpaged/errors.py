@@ -75,3 +75,8 @@ class TraceFileError(RawpagedError):
 
 class RecordingError(RawpagedError):
     """A recording of ops is too large, no recording, or not consistent; the text says where."""
+
+
+def count_of(number: int, noun: str) -> str:
+    """As in "1 request" and "2 requests"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

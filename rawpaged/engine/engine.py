@@ -20,7 +20,13 @@ from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.step_label import step_args, step_label
 from rawpaged.engine.step_recorder import StepRecorder
-from rawpaged.errors import BackendError, CheckpointError, InvalidRequestError, SleepError
+from rawpaged.errors import (
+    BackendError,
+    CheckpointError,
+    InvalidRequestError,
+    SleepError,
+    count_of,
+)
 from rawpaged.request import FinishReason, Request, RequestGroup
 from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.scheduler.scheduler import Scheduler
@@ -121,7 +127,9 @@ class Engine:
         except Exception as error:
             num_reqs = len(scheduled.scheduled)
             # As text: a handler that keeps records must not keep what the frames hold.
-            logger.error("a step of %d requests failed\n%s", num_reqs, traceback.format_exc())
+            logger.error(
+                "a step of %s failed\n%s", count_of(num_reqs, "request"), traceback.format_exc()
+            )
             message = _failure_message(error, num_reqs)
         else:
             with self.tracer.phase("update"):
@@ -146,8 +154,8 @@ class Engine:
             raise InvalidRequestError(f"level must be 1 or 2, not {level}", "level")
         if self._requests:
             raise SleepError(
-                f"{len(self._requests)} requests are running or waiting; sleep when they have "
-                "ended, or abort them"
+                f"{count_of(len(self._requests), 'request')} running or waiting; sleep when all "
+                "have ended, or abort them"
             )
         self.scheduler.reset_prefix_cache()
         self.runner.sleep(level)
@@ -309,7 +317,8 @@ class Engine:
 def _failure_message(error: Exception, num_reqs: int) -> str:
     if isinstance(error, MemoryError):
         return (
-            f"out of memory in a step of {num_reqs} requests, all of which have failed: {error}; "
-            "lower max_num_batched_tokens or max_num_seqs, or leave more memory beside the KV pool"
+            f"out of memory in a step of {count_of(num_reqs, 'request')}, all of which have "
+            f"failed: {error}; lower max_num_batched_tokens or max_num_seqs, or leave more memory "
+            "beside the KV pool"
         )
     return f"the engine failed in this step: {error}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from rawpaged.engine.async_engine import AsyncEngine
-from rawpaged.errors import ConfigError, EngineClosedError
+from rawpaged.errors import ConfigError, EngineClosedError, count_of
 from rawpaged.server.connection import Connection
 from rawpaged.server.context import CONTEXT
 
@@ -152,10 +152,12 @@ async def _drain(app: web.Application, hurry: asyncio.Event, timeout: float) -> 
     admission = app[CONTEXT].admission
     admission.start_draining()
     if admission.num_jobs:
-        logger.info("shutting down: %d requests may run %g s more", admission.num_jobs, timeout)
+        running = count_of(admission.num_jobs, "request")
+        logger.info("shutting down: %s may run %g s more", running, timeout)
     await _wait_for_any([admission.idle, hurry], timeout)
     if admission.num_jobs:
-        logger.warning("shutting down: aborting %d requests", admission.num_jobs)
+        running = count_of(admission.num_jobs, "request")
+        logger.warning("shutting down: aborting %s", running)
         await admission.abort_all()
         await _wait_for_any([admission.idle], ABORT_GRACE_SECONDS)
 

@@ -81,7 +81,7 @@ def test_it_does_not_fall_asleep_over_requests(llm: LLM) -> None:
     )
     caller.start()
     wait_until(lambda: engine_of(llm).has_unfinished())
-    with pytest.raises(SleepError, match=r"^3 requests are running or waiting"):
+    with pytest.raises(SleepError, match=r"^3 requests running or waiting"):
         llm.sleep()
     assert not llm.is_sleeping
     caller.join()

@@ -86,7 +86,7 @@ def test_requests_keep_it_awake(server: Server, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine_of(engine), "step", step_with_a_client)
     done = complete(server.url, prompt=[5, 6, 7], max_tokens=4, ignore_eos=True)
     assert done.json["usage"]["completion_tokens"] == 4
-    assert "1 requests are running" in str(answers[0].exception(5))
+    assert "1 request running" in str(answers[0].exception(5))
     assert not is_sleeping(server)
 
 
