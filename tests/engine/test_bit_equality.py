@@ -129,11 +129,11 @@ def test_samples_that_share_blocks(
     dtype: str, kv_cache_dtype: str | None, engine_params: dict[str, int]
 ) -> None:
     """Forks, copies, preemption, swapping: each sample computes the bits of a request alone."""
-    types = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    types: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     solo = tiny_engine(
         **types,
         enable_prefix_caching=False,
-        max_num_batched_tokens=128,  # type: ignore[arg-type]
+        max_num_batched_tokens=128,
     )
     for each in [each for group in many_samples() for each in group]:
         each.group = RequestGroup((each,))
