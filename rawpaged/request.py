@@ -65,7 +65,8 @@ class Request:
 
     `token_ids` is prompt then output. KV of `token_ids[:num_computed_tokens]` is in the blocks
     that the KV cache manager holds for it; the scheduler lets `num_computed_tokens` catch up with
-    `num_tokens`, and a sampled token extends the list.
+    `num_tokens`, and a sampled token extends the list. Of a step that is under way the token counts
+    already, though it is not in the list yet.
     """
 
     __slots__ = (
@@ -81,6 +82,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_unknown_tokens",
         "request_id",
         "sample_index",
         "sampling_params",
@@ -118,6 +120,8 @@ class Request:
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_unknown_tokens = 0
+        """1 while the next token is being sampled by a step that is under way, else 0."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when it was first scheduled."""
         self.num_preemptions = 0
@@ -131,11 +135,11 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_unknown_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -148,7 +152,12 @@ class Request:
     @property
     def num_missing_tokens(self) -> int:
         """Tokens to compute before it samples: at least its last one, for the logits."""
-        return max(1, len(self.token_ids) - self.num_computed_tokens)
+        return max(1, self.num_tokens - self.num_computed_tokens)
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """Whether the token that is being sampled is its last by length: no step computes it."""
+        return self.num_unknown_tokens > 0 and self.num_output_tokens >= self.max_tokens
 
     @property
     def waits_for_siblings(self) -> bool:

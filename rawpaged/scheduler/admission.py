@@ -146,7 +146,9 @@ class Admission:
         But a request that lacks tokens writes behind those, and so to a copy of a block that is not
         full, and copies are made before the step.
         """
-        end = min(request.num_tokens, self._kv_cache_manager.num_tokens_in_blocks(sibling))
+        num_in_blocks = self._kv_cache_manager.num_tokens_in_blocks(sibling)
+        # Of which the last may be a token that nobody knows yet.
+        end = min(request.num_tokens, num_in_blocks, len(sibling.token_ids))
         first = min(end, request.num_prompt_tokens)
         pairs = zip(request.token_ids[first:end], sibling.token_ids[first:end], strict=True)
         common = next((first + i for i, (own, other) in enumerate(pairs) if own != other), end)

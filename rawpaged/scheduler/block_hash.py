@@ -33,7 +33,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[str
 def extend_block_hashes(request: Request, block_size: int) -> None:
     """Appends to `request.block_hashes` until it covers every full block of `token_ids`."""
     hashes = request.block_hashes
-    for index in range(len(hashes), request.num_tokens // block_size):
+    for index in range(len(hashes), len(request.token_ids) // block_size):
         token_ids = request.token_ids[index * block_size : (index + 1) * block_size]
         parent = hashes[-1] if hashes else NO_PARENT
         hashes.append(hash_block(parent, token_ids, request.cache_keys))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNKNOWN_TOKEN = -1
+"""Stands for the token that the step before is still sampling for the same request."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
@@ -15,6 +18,7 @@ class ScheduledRequest:
 
     request_id: str
     token_ids: tuple[int, ...]
+    """The last one may be UNKNOWN_TOKEN."""
     start: int
     """num_computed_tokens before the step, or the last token's position if that has KV too."""
     block_table: tuple[int, ...]

@@ -17,7 +17,7 @@ from rawpaged.scheduler.admission import Admission
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
 from rawpaged.scheduler.kv_stats import KVStats, collect_kv_stats
 from rawpaged.scheduler.limits import check_limits
-from rawpaged.scheduler.output import SchedulerOutput
+from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
 from rawpaged.scheduler.pool_snapshot import PoolSnapshot, take_snapshot
 from rawpaged.scheduler.preemption import Preemption
 from rawpaged.scheduler.queues import GroupQueue
@@ -32,6 +32,9 @@ class Scheduler:
     The caller repeats schedule(), computes the step, update(). `add` and `finish` may come at any
     time between these calls. A step that failed has no update: all requests in it have to be
     finished, since copies of their blocks may not have been made. Those not in it go on.
+
+    Or the caller runs one step ahead: schedule(), advance(), and for each step after it schedule(),
+    complete() the step before, advance(). `update` is advance() and complete() in one.
 
     Running and waiting requests are in order of priority and arrival, groups of requests as one:
     only the last running group is ever preempted.
@@ -59,6 +62,8 @@ class Scheduler:
         self._preemption = Preemption(
             config, self.kv_cache_manager, self.swap_space, self._waiting, self._running
         )
+        self._under_way: list[tuple[ScheduledRequest, Request]] = []
+        """Shares of the step that `advance` has counted and `complete` has not seen yet."""
         self._num_groups = 0
         self._num_never_started = 0
         # Totals since construction, for whoever keeps statistics.
@@ -154,7 +159,11 @@ class Scheduler:
     def _ready_to_sample(self, group: RequestGroup, budget: int) -> list[Request]:
         """Those that lack one token, as many as the budget allows; in lockstep, all or none."""
         members = self._running.members(group)
-        ready = [request for request in members if request.num_missing_tokens == 1]
+        ready = [
+            request
+            for request in members
+            if request.num_missing_tokens == 1 and not request.awaits_last_token
+        ]
         if members[0].waits_for_siblings:
             return ready if len(ready) == len(group.requests) <= budget else []
         return ready[:budget]
@@ -192,18 +201,42 @@ class Scheduler:
         `sampled` holds a token for each request of `output` that samples, save those that were
         finished since `schedule` and those in lockstep, which get theirs by `reorder`.
         """
-        finished = []
+        self.advance(output)
+        return self.complete(sampled)
+
+    def advance(self, output: SchedulerOutput) -> None:
+        """Counts a step that is under way as computed, so that the next one can be scheduled.
+
+        Requests that sample in it have a token more, which `complete` will tell. Those in lockstep
+        have not: their step has to be completed before the next is scheduled.
+        """
+        self._under_way.clear()
         for scheduled in output.scheduled:
             request = self._requests.get(scheduled.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue
             end = scheduled.start + len(scheduled.token_ids)
             request.num_computed_tokens = end
-            # Before its blocks can be freed below: only then do they stay cached.
-            self.kv_cache_manager.publish(request)
+            request.num_unknown_tokens = int(scheduled.samples and not request.group.lockstep)
             self.num_prompt_tokens += max(
                 0, min(end, request.num_prompt_tokens) - scheduled.first_stored
             )
+            self._under_way.append((scheduled, request))
+
+    def complete(self, sampled: Mapping[str, int]) -> list[Request]:
+        """Books what the step under way has brought; returns the requests that it ended.
+
+        `sampled` is that of `update`; of requests that were finished meanwhile it is not looked at.
+        """
+        finished = []
+        for scheduled, request in self._under_way:
+            if request.is_finished:
+                continue
+            request.num_unknown_tokens = 0
+            # One that was preempted meanwhile has no blocks, but gets its token all the same.
+            if request.status is RequestStatus.RUNNING:
+                # Before its blocks can be freed below: only then do they stay cached.
+                self.kv_cache_manager.publish(request)
             if not scheduled.samples:
                 continue
             if request.group.lockstep:
@@ -213,6 +246,7 @@ class Scheduler:
                 self.num_generation_tokens += 1
                 if check_stop(request):
                     finished.append(request)
+        self._under_way.clear()
         for request in finished:
             self._release(request)
         return finished
@@ -266,6 +300,7 @@ class Scheduler:
         request.group.requests.remove(request)
         if not request.group.requests and not request.group.has_started:
             self._num_never_started += 1
+        request.num_unknown_tokens = 0
         request.status = RequestStatus.FINISHED
 
     def reset_prefix_cache(self) -> int:

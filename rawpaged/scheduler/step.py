@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rawpaged.request import Request
 from rawpaged.scheduler.kv_cache_manager import KVCacheManager
-from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
+from rawpaged.scheduler.output import UNKNOWN_TOKEN, ScheduledRequest, SchedulerOutput
 
 
 class Step:
@@ -22,19 +22,20 @@ class Step:
     def give(self, request: Request, num_tokens: int) -> None:
         """Schedules the next tokens of a request for which there is room."""
         # A request whose every token has KV computes its last one again, for the logits.
-        token_ids, first_stored = request.token_ids, request.num_computed_tokens
-        start = min(first_stored, len(token_ids) - 1)
+        first_stored, length = request.num_computed_tokens, request.num_tokens
+        start = min(first_stored, length - 1)
         end = start + num_tokens
+        known = request.token_ids
         if first_stored < end:
             has_room = self._kv_cache_manager.allocate_slots(request, end - first_stored)
             assert has_room, f"no room for {num_tokens} tokens of {request.request_id}"
         self._scheduled.append(
             ScheduledRequest(
                 request.request_id,
-                tuple(token_ids[start:end]),
+                (*known[start:end], *(UNKNOWN_TOKEN,) * (end - len(known))),
                 start,
                 self._kv_cache_manager.block_table(request.request_id, end),
-                samples=end == len(token_ids),
+                samples=end == length,
                 first_stored=first_stored,
             )
         )

@@ -74,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.integers(1, 12),
         has_priorities=st.booleans(),
         num_watermark_blocks=st.sampled_from((0, 0, 1, 3)),
+        overlaps=st.booleans(),
         drafts=st.lists(GROUPS, min_size=2, max_size=4),
     )
     def create(
@@ -87,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks: int,
         has_priorities: bool,
         num_watermark_blocks: int,
+        overlaps: bool,
         drafts: list[dict[str, Any]],
     ) -> None:
         self.config = SchedulerConfig(
@@ -108,6 +110,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.unfinished: list[Request] = []
         """In the order in which they are served."""
         self.num_groups = 0
+        self.overlaps = overlaps
+        """Whether a step is scheduled before it is known what the one before has sampled."""
+        self.under_way: tuple[SchedulerOutput, Mapping[str, int]] | None = None
+        """The last step and its samples, if the scheduler has yet to hear of these."""
         for draft in drafts:
             self._add(**draft)
 
@@ -176,19 +182,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self._abort(aborted)
 
-    @rule(is_computed=st.booleans(), most_steps=st.integers(1, 8))
-    def fail_a_step(self, is_computed: bool, most_steps: int) -> None:
-        """One that copies blocks if there is any soon: before its copies, or after all of it."""
+    @rule(is_computed=st.booleans(), most_steps=st.integers(1, 8), with_last=st.booleans())
+    def fail_a_step(self, is_computed: bool, most_steps: int, with_last: bool) -> None:
+        """One that copies blocks if there is any soon: before its copies, or after all of it.
+
+        With it goes the step under way, or that brings its tokens first.
+        """
         for num_left in reversed(range(most_steps)):
             output = self.scheduler.schedule()
             if num_left == 0 or output.block_copies or output.swapped:
                 break
-            self._finish_step(output, self.runner.compute(output))
-        if is_computed:
-            self.runner.compute(output)
-        failed = [self.runner.requests[request_id] for request_id in output.request_ids]
-        in_lockstep = {r.group for r in failed if r.group.lockstep}
-        self._abort([r for r in self.unfinished if r in failed or r.group in in_lockstep])
+            self._finish_step(output)
+        failed = set(output.request_ids)
+        if with_last and self.under_way is not None:
+            failed.update(self.under_way[0].request_ids)
+            self.under_way = None
+        else:
+            self._complete_last()
+            if is_computed:
+                self.runner.compute(output)
+        in_lockstep = {r.group for r in self.unfinished if r.request_id in failed}
+        self._abort(
+            [
+                r
+                for r in self.unfinished
+                if r.request_id in failed or (r.group.lockstep and r.group in in_lockstep)
+            ]
+        )
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -213,13 +233,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.scheduler.schedule()
         self._check_preempted(output, running)
         self._check_shares(output, running)
-        sampled = self.runner.compute(output)
-        self._abort(abort)
-        self._finish_step(output, sampled)
+        self._finish_step(output, abort)
 
-    def _finish_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
+    def _finish_step(self, output: SchedulerOutput, abort: Sequence[Request] = ()) -> None:
+        """Compute what has been scheduled; where steps overlap it stays under way.
+
+        Some may be aborted while it runs.
+        """
+        self._complete_last()
+        sampled = self.runner.compute(output)
+        self._abort([request for request in abort if request in self.unfinished])
+        if not output.scheduled:
+            return
+        self.scheduler.advance(output)
+        self.under_way = output, sampled
+        requests = [self.runner.requests[scheduled.request_id] for scheduled in output.scheduled]
+        if not self.overlaps or any(request.group.lockstep for request in requests):
+            self._complete_last()
+
+    def _complete_last(self) -> None:
+        """Tell the scheduler what the step under way has sampled, if there is one."""
+        if self.under_way is None:
+            return
+        (output, sampled), self.under_way = self.under_way, None
         widths = {r.group: len(r.group.requests) for r in self.unfinished}
-        finished = self.runner.update(output, sampled)
+        finished = self.runner.complete(output, sampled)
         assert set(finished) == {r for r in self.unfinished if r.is_finished}
         for request in finished:
             self.unfinished.remove(request)
@@ -268,7 +306,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Those in lockstep may start with nothing to compute before their last token, and wait for
         # each other while a later request gives way.
         has_changed = self.scheduler.num_running != len(running)
-        assert given or has_changed, "no progress"
+        assert given or has_changed or self.under_way, "no progress"
         if output.num_tokens < self.config.max_num_batched_tokens and not output.preempted:
             self._check_nobody_is_held_back()
 
@@ -293,23 +331,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.config.block_size
         return self.config.enable_prefix_caching and any(
             _num_common(request.token_ids, other.token_ids) // size
-            > other.num_computed_tokens // size
+            > self._num_published_tokens(other) // size
             for other in self.unfinished
             if other.status is RequestStatus.RUNNING and other.cache_keys == request.cache_keys
         )
+
+    def _num_published_tokens(self, request: Request) -> int:
+        """Computed ones, but those of the step under way."""
+        scheduled = self.under_way[0].scheduled if self.under_way is not None else ()
+        firsts = [each.first_stored for each in scheduled if each.request_id == request.request_id]
+        return firsts[0] if firsts else request.num_computed_tokens
 
     def _ready(self, kept: Sequence[Request], budget: int) -> list[Request]:
         """Those that get their one token before any chunk."""
         ready: list[Request] = []
         for group in dict.fromkeys(request.group for request in kept):
             members = [r for r in kept if r.group is group]
-            lacking_one = [r for r in members if r.num_tokens - r.num_computed_tokens <= 1]
+            lacking_one = [
+                r
+                for r in members
+                if r.num_tokens - r.num_computed_tokens <= 1 and not self._awaits_its_last(r)
+            ]
             if group.lockstep and members[0].num_output_tokens > 0:
                 fit = len(lacking_one) == len(group.requests) <= budget - len(ready)
                 ready += lacking_one if fit else []
             else:
                 ready += lacking_one[: budget - len(ready)]
         return ready
+
+    def _awaits_its_last(self, request: Request) -> bool:
+        """Whether the step under way samples the last token that it may have."""
+        is_sampling = self.under_way is not None and request.request_id in self.under_way[1]
+        return is_sampling and len(request.output_token_ids) + 1 == request.max_tokens
 
     def _check_nobody_is_held_back(self) -> None:
         """The first that waits, and not for a sibling, has no seat or does not fit."""
@@ -356,8 +409,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "runner"):
             return
-        most_steps = 2 * len(self.unfinished) * self.config.max_model_len
-        while self.unfinished and most_steps > 0:
+        most_steps = 4 * len(self.unfinished) * self.config.max_model_len
+        while (self.unfinished or self.under_way) and most_steps > 0:
             most_steps -= 1
             self._step()
             self.is_sound()

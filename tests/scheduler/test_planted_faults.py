@@ -49,6 +49,7 @@ publish_rightly = PrefixCache.publish
 swap_out_rightly = SwapSpace.swap_out
 swap_in_rightly = SwapSpace.swap_in
 swap_group_rightly = Preemption.preempt_group
+complete_rightly = Scheduler.complete
 hash_rightly = block_hash.hash_block
 
 
@@ -352,6 +353,20 @@ def let_swapped_ones_outlive_a_failed_step(output: SchedulerOutput) -> tuple[str
     return tuple(scheduled.request_id for scheduled in output.scheduled)
 
 
+def forget_what_the_preempted_have_sampled(scheduler: Scheduler, sampled: Any) -> list[Request]:
+    under_way = scheduler._under_way
+    under_way[:] = [
+        (scheduled, request)
+        for scheduled, request in under_way
+        if request.status in (RequestStatus.RUNNING, RequestStatus.FINISHED)
+    ]
+    return complete_rightly(scheduler, sampled)
+
+
+def go_on_after_the_last_token(request: Request) -> bool:
+    return False
+
+
 def sample_out_of_step(scheduler: Scheduler, group: RequestGroup, budget: int) -> list[Request]:
     members = scheduler._running.members(group)
     return [request for request in members if request.num_missing_tokens == 1][:budget]
@@ -386,6 +401,8 @@ SCHEDULER_FAULTS: list[tuple[Any, str, Any]] = [
     (KVCacheManager, "reorder", reorder_and_free_first),
     (Scheduler, "reorder", reorder_tables_only),
     (Scheduler, "_ready_to_sample", sample_out_of_step),
+    (Scheduler, "complete", forget_what_the_preempted_have_sampled),
+    (Request, "awaits_last_token", property(go_on_after_the_last_token)),
     (SwapSpace, "swap_out", swap_out_without_copies),
     (SwapSpace, "swap_in", swap_in_without_copies),
     (SwapSpace, "swap_in", swap_in_from_evicted_blocks),
@@ -419,5 +436,5 @@ def test_the_state_machine_notices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    with pytest.raises((AssertionError, LookupError)):
+    with pytest.raises((AssertionError, LookupError, ValueError)):
         run_state_machine_as_test(machine, settings=SETTINGS)
