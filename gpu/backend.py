@@ -34,6 +34,7 @@ from rawpaged.gpu.linear_kernels import Epilogue, Mode
 from rawpaged.gpu.logit_edits import EditLogits
 from rawpaged.gpu.norm import RmsNorm
 from rawpaged.gpu.packing import Layout, ReusedMemory, upload_together
+from rawpaged.gpu.run_ahead import SampleAhead, TakeTokenIds, add_logprobs
 from rawpaged.gpu.sampling import DeviceLogprobRows, DeviceSamplingRows, Sampling
 from rawpaged.gpu.static_plan import DecodePlan
 from rawpaged.gpu.token_roles import split_roles
@@ -76,6 +77,7 @@ class CudaBackend:
         self._silu_and_mul = SiluAndMul(device)
         self._edit_logits = EditLogits(device)
         self._copy_blocks = CopyBlocks(device)
+        self._take_token_ids = TakeTokenIds(device)
         self._sampling_inputs = ReusedMemory(device)
         self._sampling_outputs = ReusedMemory(device)
         self._copied_pairs = ReusedMemory(device)
@@ -218,6 +220,10 @@ class CudaBackend:
 
         return make
 
+    def run_ahead(self, max_rows: int) -> SampleAhead:
+        memory = self._sampling_inputs, self._sampling_outputs
+        return SampleAhead(self.device, self._take_token_ids, self._sampling, memory, max_rows)
+
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self.device.capture(forward)
 
@@ -306,10 +312,7 @@ class CudaBackend:
         n = logits.shape[0]
         [ids] = upload_together(self.device, [token_ids], self._sampling_inputs)
         layout = Layout()
-        layout.add("chosen", "float32", (n,))
-        layout.add("ranks", "int32", (n,))
-        layout.add("top_token_ids", "int32", (n, k))
-        layout.add("top_logprobs", "float32", (n, k))
+        add_logprobs(layout, n, k)
         table = self._sampling_outputs.take(layout.nbytes)
         out = DeviceLogprobRows(**layout.views(table))
         self._sampling(logits.shape[1]).token_logprobs(out, logits, ids)

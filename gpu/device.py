@@ -61,6 +61,21 @@ class Device(Protocol):
         """An array in pinned host memory that kernels read and write as if it were the device's."""
         ...
 
+    def pinned_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Pinned memory as the host sees it."""
+        ...
+
+    def fetch(self, pinned: npt.NDArray[Any], array: Any) -> None:
+        """Queue a copy of a contiguous device array to pinned memory of its type and shape.
+
+        It is there after an event that is recorded afterwards.
+        """
+        ...
+
+    def record(self) -> Event:
+        """An event behind everything queued so far."""
+        ...
+
     def upload(self, array: npt.NDArray[Any], dtype: str | None = None) -> Any:
         """A copy on the device, rounded to `dtype` if that is given.
 
@@ -163,7 +178,6 @@ class CudaDevice:
         return target
 
     def pinned_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Pinned memory as the host sees it."""
         pinned = self._cupy.cuda.PinnedMemoryPointer(self._pinned_memory(nbytes), 0)
         return np.frombuffer(pinned, np.uint8, nbytes)
 
@@ -183,8 +197,11 @@ class CudaDevice:
         """Queue a copy of pinned memory to the device, which fetches it later."""
         target.set(pinned, stream=self._stream)
 
+    def fetch(self, pinned: npt.NDArray[Any], array: Any) -> None:
+        with self._device:
+            array.get(stream=self._stream, out=pinned, blocking=False)
+
     def record(self) -> Event:
-        """An event behind everything queued so far."""
         with self._device:
             event: Event = self._stream.record()
         return event

@@ -178,6 +178,19 @@ def make_mask_logits() -> Callable[..., None]:
     return _named(mask_logits, "mask_logits")
 
 
+def make_take_token_ids() -> Callable[..., None]:
+    """token_ids[t] = drawn[-1 - token_ids[t]] where token_ids[t] is negative; at least 0."""
+
+    def take_token_ids(token_ids, drawn):
+        first = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+        for t in range(first, token_ids.shape[0], cuda.gridDim.x * cuda.blockDim.x):
+            row = -1 - token_ids[t]
+            if row >= 0:
+                token_ids[t] = max(drawn[row], 0)
+
+    return _named(take_token_ids, "take_token_ids")
+
+
 def make_copy_blocks() -> Callable[..., None]:
     """target[pairs[j, 1]] = source[pairs[j, 0]], in words of 8 bytes."""
 

@@ -91,7 +91,7 @@ class KVCache:
 class BatchMeta:
     """One ragged batch on the host: requests r with tokens [query_start_loc[r], ...[r + 1])."""
 
-    token_ids: npt.NDArray[np.int32]  # i32[num_tokens]
+    token_ids: npt.NDArray[np.int32]  # i32[num_tokens]; negative: see RunAhead.take_token_ids
     positions: npt.NDArray[np.int32]  # i32[num_tokens]
     slot_mapping: npt.NDArray[np.int64]  # i64[num_tokens], block_id * block_size + offset, or -1
     query_start_loc: npt.NDArray[np.int32]  # i32[num_reqs + 1]
@@ -182,6 +182,45 @@ class TokenLogprobRows:
     ranks: npt.NDArray[np.int32]  # i32[num_rows], 1 + number of strictly likelier tokens
     top_token_ids: npt.NDArray[np.int32]  # i32[num_rows, k], likeliest first, ties by lower id
     top_logprobs: npt.NDArray[np.float32]  # f32[num_rows, k]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """What sampling has brought, on the host."""
+
+    token_ids: npt.NDArray[np.int32]  # i32[num_rows]
+    logprobs: TokenLogprobRows | None
+    """None if none were wanted."""
+
+
+class RunAhead(Protocol):
+    """Sampling that the host does not wait for, and steps over tokens that it does not know yet.
+
+    Everything is in order with the backend's ops. It keeps the token ids of the last sampling on
+    the device, in one place, so that graphs may refer to them.
+    """
+
+    def sample(
+        self, logits: Any, rows: SamplingRows, *, reported: Any, num_logprobs: int | None
+    ) -> Callable[[], DrawnTokens]:
+        """`Backend.sample` of logits f32[num_rows, vocab], and, unless num_logprobs is None,
+        `Backend.token_logprobs` of the drawn tokens in `reported`, which are such logits too.
+
+        What it returns waits for them, and for nothing that is queued later. It may be called
+        until the next sampling, or never.
+        """
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """What it returns waits for all that has been queued, and for nothing that is later."""
+        ...
+
+    def take_token_ids(self, token_ids: Any) -> None:
+        """In token_ids i32[n], in place: -1 - r becomes what the last sampling drew for row r.
+
+        What it drew from broken logits, -1, becomes 0.
+        """
+        ...
 
 
 class Backend(Protocol):
@@ -320,6 +359,13 @@ class Backend(Protocol):
         self, *, num_heads: int, num_kv_heads: int, max_model_len: int
     ) -> StaticPlans | None:
         """For decode steps as captured graphs; None where they would gain nothing."""
+        ...
+
+    def run_ahead(self, max_rows: int) -> RunAhead | None:
+        """For steps that overlap, with at most max_rows rows of logits.
+
+        None where ops have computed when they return, so that nothing would overlap.
+        """
         ...
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:

@@ -176,6 +176,9 @@ class CpuBackend:
             num_threads=self.num_threads,
         )
 
+    def run_ahead(self, max_rows: int) -> None:
+        return None
+
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return partial(self._team.replay, self._team.record(forward))
 

@@ -12,11 +12,13 @@ from rawpaged.backend import (
     AttentionPlan,
     Backend,
     BatchMeta,
+    DrawnTokens,
     KVCache,
     KVScales,
     LinearWeight,
     LogitEdits,
     QuantizedRows,
+    RunAhead,
     SamplingRows,
     StaticPlans,
     TokenLogprobRows,
@@ -142,6 +144,9 @@ class TracedBackend:
             num_heads=num_heads, num_kv_heads=num_kv_heads, max_model_len=max_model_len
         )
 
+    def run_ahead(self, max_rows: int) -> RunAhead | None:
+        return self._inner.run_ahead(max_rows)
+
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self._inner.capture(forward)
 
@@ -238,3 +243,25 @@ class TracedBackend:
     ) -> TokenLogprobRows:
         with self._op("token_logprobs", logits.shape, {"logits": logits.shape, "k": k}):
             return self._inner.token_logprobs(logits, token_ids, k)
+
+
+class TracedRunAhead:
+    """Calls `inner`, each call a range."""
+
+    def __init__(self, inner: RunAhead, tracer: Tracer) -> None:
+        self._inner = inner
+        self._op = tracer.op
+
+    def sample(
+        self, logits: Any, rows: SamplingRows, *, reported: Any, num_logprobs: int | None
+    ) -> Callable[[], DrawnTokens]:
+        args = {"logits": logits.shape, "num_logprobs": num_logprobs}
+        with self._op("sample", logits.shape, args):
+            return self._inner.sample(logits, rows, reported=reported, num_logprobs=num_logprobs)
+
+    def mark(self) -> Callable[[], None]:
+        return self._inner.mark()
+
+    def take_token_ids(self, token_ids: Any) -> None:
+        with self._op("take_token_ids", token_ids.shape, {"token_ids": token_ids.shape}):
+            self._inner.take_token_ids(token_ids)

@@ -177,7 +177,8 @@ def test_every_op_of_the_seam_is_a_range() -> None:
         "name", "dtype", "kv_cache_dtype", "activation_dtype", "empty", "pack_linear",
         "kv_bytes_per_block", "kv_magnitudes",
         "new_kv_cache", "new_host_kv_cache", "memory_info", "close", "start_profiler",
-        "stop_profiler", "plan", "static_plans", "capture", "prepare", "captures_on_demand",
+        "stop_profiler", "plan", "static_plans", "run_ahead", "capture", "prepare",
+        "captures_on_demand",
         "offload_linear", "restore_linear",
         "release_unused", "bind_thread", "block_bits", "pack_quantized",
     }  # fmt: skip

@@ -49,6 +49,7 @@ def kernels() -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
     edit = numba_kernels.make_edit_logits()
     yield edit, (rows(f32, 2), *entries, rows(f32, 1), rows(f32, 1), rows(f32, 1))
     yield numba_kernels.make_mask_logits(), (rows(f32, 2), rows(i32, 2), rows(i32, 1))
+    yield numba_kernels.make_take_token_ids(), (rows(i32, 1), rows(i32, 1))
     yield numba_kernels.make_copy_blocks(), (rows(u64, 2), rows(u64, 2), rows(i64, 2))
 
 

@@ -180,6 +180,18 @@ def test_edits_follow_the_definitions(device: SizedDevice) -> None:
     np.testing.assert_allclose(logits, case.expected, rtol=1e-6)
 
 
+def test_token_ids_are_taken_from_where_they_were_drawn(device: SizedDevice) -> None:
+    from rawpaged.gpu.run_ahead import TakeTokenIds
+
+    drawn = np.array([7, -1, 2**31 - 1, 0, 9], np.int32)
+    token_ids = np.array([-5, 3, 0, -1, -3, -2, 2**31 - 1, -1, -4], np.int32)
+    expected = [drawn[-1 - each] if each < 0 else each for each in token_ids.tolist()]
+    # What was drawn from broken logits is a token all the same.
+    expected[5] = np.int32(0)
+    TakeTokenIds(device)(token_ids, drawn)
+    assert token_ids.tolist() == expected
+
+
 @pytest.mark.parametrize("vocab_size", [1, 32, 33, 70])
 def test_masks_forbid_what_has_no_bit(device: SizedDevice, vocab_size: int) -> None:
     from rawpaged.gpu.logit_edits import MaskLogits
@@ -257,6 +269,7 @@ def test_no_rows_launch_nothing(device: SizedDevice, dtype: str) -> None:
     from rawpaged.gpu.block_copy import CopyBlocks
     from rawpaged.gpu.embedding import Embedding
     from rawpaged.gpu.rope import RopeStore
+    from rawpaged.gpu.run_ahead import TakeTokenIds
 
     ids = np.zeros(0, np.int32)
     Embedding(device)(nan(np.float32, 0, 8), ids, nan(dtype, 4, 8))
@@ -267,6 +280,7 @@ def test_no_rows_launch_nothing(device: SizedDevice, dtype: str) -> None:
     rope_store(none, none, none, *angles, heads, heads.copy(), np.zeros(0, np.int64))
     pool = [nan(dtype, 4, 8)]
     CopyBlocks(device)(pool, pool, np.zeros((0, 2), np.int64))
+    TakeTokenIds(device)(ids, ids)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
@@ -275,6 +289,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     from rawpaged.gpu.embedding import Embedding
     from rawpaged.gpu.logit_edits import EditLogits, MaskLogits
     from rawpaged.gpu.rope import RopeStore
+    from rawpaged.gpu.run_ahead import TakeTokenIds
 
     device = SizedDevice(((1,), (1,)))
     ids, slots = np.zeros(3, np.int32), np.zeros(3, np.int64)
@@ -301,6 +316,8 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         (MaskLogits, (f32, np.zeros((3, 2), np.int32), ids)),
         (CopyBlocks, ([pool], [pool[:, :1]], np.zeros((1, 2), np.int64))),
         (CopyBlocks, ([pool], [pool], np.zeros((1, 2), np.int32))),
+        (TakeTokenIds, (ids, slots)),
+        (TakeTokenIds, (ids[::2], ids)),
     ]
     for op, args in wrong:
         with pytest.raises(ValueError, match="do not fit"):

@@ -22,6 +22,7 @@ NAMES = {
     "edit_logits",
     "mask_logits",
     "copy_blocks",
+    "take_token_ids",
 }
 
 

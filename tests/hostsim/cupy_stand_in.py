@@ -92,6 +92,19 @@ class Array(np.ndarray[Any, Any]):
             stream.synchronize()
             np.copyto(self, source)
 
+    def get(self, *, stream: Stream, out: npt.NDArray[Any], blocking: bool) -> npt.NDArray[Any]:
+        """As CuPy's, to memory that is pinned; later unless it shall block."""
+        if out.dtype != self.dtype or out.shape != self.shape:
+            raise TypeError(f"{self.dtype}{self.shape} does not go to {out.dtype}{out.shape}")
+        assert out.flags.c_contiguous
+        assert self.flags.c_contiguous
+        assert self.stand_in.is_pinned(out)
+        with stream.device:
+            stream.submit(lambda: np.copyto(out, np.array(self, subok=False)))
+        if blocking:
+            stream.synchronize()
+        return out
+
 
 class Event:
     def __init__(self, stream: Stream) -> None:
@@ -122,7 +135,7 @@ class Stream:
         self._queue: list[Work] = []
         self._captured: list[Work] | None = None
         self.num_submitted = 0
-        self._num_run = 0
+        self.num_run = 0
 
     def submit(self, work: Work) -> None:
         if self._stand_in.device_id != self.device.id:
@@ -136,8 +149,8 @@ class Stream:
     def run_until(self, place: int) -> None:
         if self._captured is not None:
             raise CUDARuntimeError(_CAPTURING)
-        while self._num_run < place:
-            self._num_run += 1
+        while self.num_run < place:
+            self.num_run += 1
             self._queue.pop(0)()
 
     def synchronize(self) -> None:
@@ -313,6 +326,10 @@ class SimulatedCudaDevice(CudaDevice):
     def __init__(self, stand_in: CupyStandIn) -> None:
         super().__init__(stand_in)
         self.stand_in = stand_in
+
+    def in_order(self, work: Work) -> None:
+        """Do something on the host when everything queued before is done."""
+        self._stream.submit(work)
 
     def jit(self, kernel: Callable[..., None]) -> Function:
         """Numba's simulator takes an OS thread for each of CUDA's, so there is only one."""

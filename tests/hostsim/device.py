@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from rawpaged.gpu.device import numpy_dtype
 from rawpaged.gpu.module import Function, Loader
+from rawpaged.gpu.staging import Event
 from rawpaged.tracing import RangeSink
 
 
@@ -60,6 +61,16 @@ class HostDevice:
     def pinned(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
         return self.empty(shape, dtype)
 
+    def pinned_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return np.full(nbytes, 0xFF, np.uint8)
+
+    def fetch(self, pinned: npt.NDArray[Any], array: npt.NDArray[Any]) -> None:
+        assert pinned.dtype == array.dtype
+        np.copyto(pinned, array)
+
+    def record(self) -> Event:
+        return _Done()
+
     def upload(self, array: npt.NDArray[Any], dtype: str | None = None) -> npt.NDArray[Any]:
         return np.array(array, None if dtype is None else numpy_dtype(dtype))
 
@@ -89,6 +100,13 @@ class HostDevice:
 
     def close(self) -> None:
         """Memory goes with its arrays."""
+
+
+class _Done:
+    """An event of a device whose work is over when it has been queued."""
+
+    def synchronize(self) -> None:
+        pass
 
 
 class _Recorder:
