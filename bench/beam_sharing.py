@@ -19,7 +19,8 @@ from bench.perplexity import DEFAULT_TEXT
 from rawpaged.config import SchedulerConfig
 from rawpaged.devices import open_backend
 from rawpaged.engine.engine import Engine
-from rawpaged.engine.model_runner import ModelRunner, StepResult
+from rawpaged.engine.launched_step import LaunchedStep
+from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.request import Request, RequestGroup
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.scheduler.output import SchedulerOutput
@@ -57,9 +58,11 @@ class CountingRunner(ModelRunner):
         super().__init__(*args, **kwargs)
         self.steps = BlockSteps()
 
-    def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepResult:
+    def launch_forward(
+        self, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> LaunchedStep:
         self.steps.add([request.block_table for request in output.scheduled])
-        return super().execute(output, requests)
+        return super().launch_forward(output, requests)
 
 
 def counting_engine(

@@ -151,6 +151,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
             "action": argparse.BooleanOptionalAction,
             "help": "on a GPU: bits of results depend on no other request (on a CPU they never do)",
         },
+        "async_scheduling": {
+            "action": argparse.BooleanOptionalAction,
+            "help": "on a GPU: prepare a step while the one before is computed; default: yes",
+        },
         "max_num_seqs": {"type": int, "help": "most requests in a step"},
         "max_num_batched_tokens": {"type": int, "help": "token budget of a step"},
         "enable_prefix_caching": {"action": argparse.BooleanOptionalAction},

@@ -26,6 +26,7 @@ _OPTIONAL_STRINGS = (
 )
 _INTEGERS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "seed")
 _BOOLEANS = ("enable_prefix_caching", "enforce_eager", "batch_invariant")
+_OPTIONAL_BOOLEANS = ("async_scheduling",)
 _OPTIONAL_INTEGERS = (
     "max_model_len",
     "num_gpu_blocks_override",
@@ -77,6 +78,9 @@ class EngineConfig:
     batch_invariant: bool = False
     """Results that do not depend on other requests, chunks, caches and preemption, bit for bit.
     On a CPU they never do; on a GPU it costs a little (docs/gpu.md)."""
+    async_scheduling: bool | None = None
+    """Launch a step before the tokens of the one before are known, so that a GPU need not wait for
+    the host. None: on a GPU; a CPU has no time that this would save (docs/scheduling.md)."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     max_num_batched_tokens: int = 512
@@ -174,6 +178,11 @@ class EngineConfig:
             raise ConfigError(
                 "gpu_memory_utilization is for device='cuda'; give kv_cache_memory_bytes"
             )
+        if self.device == "cpu" and self.async_scheduling:
+            raise ConfigError(
+                "async_scheduling=True is for device='cuda': on a CPU a step is over when its "
+                "launch returns, and nothing would overlap; leave it out"
+            )
         if self.device == "cuda" and self.num_threads is not None:
             raise ConfigError("num_threads is for device='cpu'")
 
@@ -203,6 +212,7 @@ class EngineConfig:
             (_INTEGERS, (int,), "an integer"),
             (_OPTIONAL_INTEGERS, (int, type(None)), "an integer or None"),
             (_BOOLEANS, (bool,), "true or false"),
+            (_OPTIONAL_BOOLEANS, (bool, type(None)), "true, false or None"),
             (("gpu_memory_utilization", "swap_space", "watermark"), (int, float), "a number"),
         ):
             for name in names:

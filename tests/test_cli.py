@@ -196,11 +196,12 @@ def test_every_flag_reaches_the_configuration() -> None:
         "seed": 18, "scheduling_policy": "priority", "watermark": 0.25,
         "preemption_mode": "auto", "swap_space": 0.5,
     }  # fmt: skip
-    switches = {"enable_prefix_caching", "enforce_eager", "batch_invariant"}
+    switches = {"enable_prefix_caching", "enforce_eager", "batch_invariant", "async_scheduling"}
     # Refused on a CPU, see test_memory_plan.py; refused with dummy weights, see below.
     others = {"gpu_memory_utilization", "quantization"}
     assert {*values, *switches, *others} == {field.name for field in fields(EngineConfig)}
     arguments = ["m", "--no-enable-prefix-caching", "--enforce-eager", "--batch-invariant"]
+    arguments += ["--no-async-scheduling"]
     for name, value in list(values.items())[1:]:
         arguments += ["--" + name.replace("_", "-"), str(value)]
     for command in COMMANDS:
@@ -212,6 +213,7 @@ def test_every_flag_reaches_the_configuration() -> None:
             "enable_prefix_caching": False,
             "enforce_eager": True,
             "batch_invariant": True,
+            "async_scheduling": False,
         }
         assert config == EngineConfig(**expected)
 

@@ -32,6 +32,10 @@ class BeamGroups:
         self._scheduler = scheduler
         self._searches: dict[RequestGroup, BeamSearch] = {}
 
+    def __len__(self) -> int:
+        """Searches under way."""
+        return len(self._searches)
+
     def add(self, group: RequestGroup) -> None:
         """Begin a search."""
         first = group.requests[0]

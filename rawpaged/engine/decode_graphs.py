@@ -9,11 +9,11 @@ little there is one for each batch size, made when it is first met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rawpaged.backend import BatchMeta, KVCache, StaticPlan, StaticPlans
+from rawpaged.backend import AttentionPlan, BatchMeta, StaticPlan, StaticPlans
 from rawpaged.models.llama import Llama
 from rawpaged.progress import ProgressBar
 
@@ -42,13 +42,16 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Graphs of one model's decode step; they hold the plans' arrays and use the model's."""
+    """Graphs of one model's decode step; they hold the plans' arrays and use the model's.
+
+    `forward` computes the hidden states of a plan's tokens.
+    """
 
     def __init__(
         self,
         model: Llama,
         plans: StaticPlans,
-        kv_caches: Sequence[KVCache],
+        forward: Callable[[AttentionPlan], None],
         *,
         capture: Callable[[Callable[[], None]], Callable[[], None]],
         on_demand: bool,
@@ -57,7 +60,7 @@ class DecodeGraphs:
     ) -> None:
         self._model = model
         self._plans = plans
-        self._kv_caches = kv_caches
+        self._forward = forward
         self._capture_ops = capture
         self._on_demand = on_demand
         self._graphs: dict[int, _Graph] = {}
@@ -89,7 +92,7 @@ class DecodeGraphs:
         kept: list[Any] = []
 
         def step() -> None:
-            self._model.forward(plan.plan, self._kv_caches)
+            self._forward(plan.plan)
             kept.append(self._model.compute_logits(plan.plan.logits_rows))
 
         if not self._on_demand:

@@ -13,13 +13,15 @@ from itertools import zip_longest
 
 from rawpaged.config import SchedulerConfig
 from rawpaged.engine.beam_groups import BeamGroups, BeamOutput
-from rawpaged.engine.model_runner import ModelRunner, StepResult
+from rawpaged.engine.launched_step import StepResult
+from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.request_progress import RequestProgress
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.step_label import step_args, step_label
 from rawpaged.engine.step_recorder import StepRecorder
+from rawpaged.engine.step_run import StepRun
 from rawpaged.errors import (
     BackendError,
     CheckpointError,
@@ -28,7 +30,6 @@ from rawpaged.errors import (
     count_of,
 )
 from rawpaged.request import FinishReason, Request, RequestGroup
-from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.scheduler.scheduler import Scheduler
 from rawpaged.tracing import Tracer
 
@@ -55,7 +56,11 @@ class EngineOutput:
 
 
 class Engine:
-    """Schedule, run, update. Not thread-safe; `step` blocks while the model runs."""
+    """Schedule, run, update. Not thread-safe; `step` blocks while the model runs.
+
+    Where the runner runs ahead, the forward pass of a step is launched before the tokens of the
+    step before are waited for (docs/scheduling.md#steps-that-overlap).
+    """
 
     def __init__(
         self,
@@ -69,6 +74,8 @@ class Engine:
         self._stats_logger = stats_logger
         self._requests: dict[str, Request] = {}
         self._progress: dict[str, RequestProgress] = {}
+        self._under_way: StepRun | None = None
+        """A step of which everything is launched, and nothing is known yet."""
         self._beams = BeamGroups(self.scheduler)
         self._recorder = StepRecorder(
             self.scheduler,
@@ -103,7 +110,8 @@ class Engine:
             self._beams.add(group)
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished()
+        """Whether `step` has something to do."""
+        return self.scheduler.has_unfinished() or self._under_way is not None
 
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
@@ -112,32 +120,59 @@ class Engine:
         return self._end(request_id, reason, stop_reason)
 
     def step(self) -> list[EngineOutput]:
-        """Compute one step; outputs of the requests that got a token or ended in it."""
+        """Launch a step and bring one to its end, the one before where steps overlap.
+
+        Outputs are of the requests that got a token or ended in what came to its end.
+        """
+        before, self._under_way = self._under_way, None
+        step = self._launch_forward()
+        outputs = [] if before is None else self._complete(before)
+        if step is None:
+            return outputs
+        if before is not None and before.failure is not None:
+            # Its tokens and its KV are what this step computes with.
+            step.fail(before.failure)
+        step.launch_sampling()
+        if step.failure is None:
+            self.scheduler.advance(step.output)
+            if self._may_overlap(step):
+                self._under_way = step
+                return outputs
+        return outputs + self._complete(step)
+
+    def _launch_forward(self) -> StepRun | None:
+        """Of the next step; None if nothing can run."""
         with self.tracer.phase("schedule"):
             scheduled = self.scheduler.schedule()
         if not scheduled.request_ids:
-            return []
+            return None
         if self.tracer.is_on and scheduled.scheduled:
             self.tracer.describe_step(
                 step_label(scheduled, self._requests), step_args(scheduled, self._requests)
             )
-        self._note_scheduled(scheduled)
-        try:
-            result = self.runner.execute(scheduled, self._requests)
-        except Exception as error:
-            num_reqs = len(scheduled.scheduled)
-            # As text: a handler that keeps records must not keep what the frames hold.
-            logger.error(
-                "a step of %s failed\n%s", count_of(num_reqs, "request"), traceback.format_exc()
-            )
-            message = _failure_message(error, num_reqs)
-        else:
-            with self.tracer.phase("update"):
-                return self._update(scheduled, result)
-        # Out of the handler, whose traceback holds the step's arrays. A device that cannot even do
-        # this is lost, and this engine with it.
-        self.runner.backend.release_unused()
-        return self._fail(scheduled, message)
+        step = StepRun(self.runner, scheduled, self._requests)
+        now = time.monotonic()
+        for item in scheduled.scheduled:
+            self._progress[item.request_id].note_scheduled(now)
+        step.launch_forward()
+        return step
+
+    def _may_overlap(self, step: StepRun) -> bool:
+        """Whether the next step can be scheduled without knowing what this one brings.
+
+        Not if beams are in it, for what they sample decides which blocks they go on with.
+        """
+        return self.runner.runs_ahead and not any(
+            request.group.lockstep for request in step.requests.values()
+        )
+
+    def _complete(self, step: StepRun) -> list[EngineOutput]:
+        """Wait for the step's tokens, append them, end what has ended."""
+        result = step.result()
+        if result is None:
+            return self._fail(step)
+        with self.tracer.phase("update"):
+            return self._update(step, result)
 
     @property
     def sleep_level(self) -> int:
@@ -157,6 +192,7 @@ class Engine:
                 f"{count_of(len(self._requests), 'request')} running or waiting; sleep when all "
                 "have ended, or abort them"
             )
+        self._abandon()
         self.scheduler.reset_prefix_cache()
         self.runner.sleep(level)
 
@@ -179,48 +215,60 @@ class Engine:
 
     def close(self) -> None:
         """Free the model and the KV pool. Requests must have been finished before."""
-        self.runner.close()
+        try:
+            self._abandon()
+        finally:
+            self.runner.close()
+
+    def _abandon(self) -> None:
+        """Wait for the step under way, whose requests have ended: it uses what is to be freed."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            step.result()
 
     def record_idle(self) -> None:
         """Bring the gauges up to date when nothing runs."""
         self._recorder.record_step()
 
-    def _update(self, scheduled: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
+    def _update(self, step: StepRun, result: StepResult) -> list[EngineOutput]:
         """Append the tokens, end what has ended, count."""
-        outputs = self._fail_broken(result)
-        self._keep_prompt_logprobs(result)
+        outputs = self._fail_broken(step, result)
+        self._keep_prompt_logprobs(step, result)
         tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
-        finished = self.scheduler.update(scheduled, tokens)
-        outputs += self._token_outputs(result)
-        outputs += self._advance_beams(result)
+        finished = self.scheduler.complete(tokens)
+        outputs += self._token_outputs(step, result)
+        outputs += self._advance_beams(step, result)
         for request in finished:
             self._forget(request)
         self._recorder.record_step()
         return outputs
 
-    def _note_scheduled(self, scheduled: SchedulerOutput) -> None:
-        now = time.monotonic()
-        for item in scheduled.scheduled:
-            self._progress[item.request_id].note_scheduled(now)
+    def _unfinished(self, step: StepRun, request_id: str) -> Request | None:
+        """The step's request of that name; None if it was finished since, whoever has it now."""
+        request = self._requests.get(request_id)
+        return request if request is step.requests[request_id] else None
 
-    def _fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineOutput]:
+    def _fail(self, step: StepRun) -> list[EngineOutput]:
         """End every request of a failed step; those not in it go on.
 
         In it are also those whose blocks it was to copy: nobody knows whether it has.
         """
+        assert step.failure is not None
         return [
             output
-            for request_id in scheduled.request_ids
-            if (output := self._fail_request(request_id, message)) is not None
+            for request_id in step.requests
+            if self._unfinished(step, request_id) is not None
+            and (output := self._fail_request(request_id, step.failure)) is not None
         ]
 
-    def _fail_broken(self, result: StepResult) -> list[EngineOutput]:
+    def _fail_broken(self, step: StepRun, result: StepResult) -> list[EngineOutput]:
         """End requests whose logits hold nothing to choose from."""
         message = "the model's logits are not finite; the weights or their dtype are broken"
         return [
             output
             for request_id, token in result.sampled.items()
             if token.token_id == NO_TOKEN
+            and self._unfinished(step, request_id) is not None
             and (output := self._fail_request(request_id, message)) is not None
         ]
 
@@ -244,11 +292,18 @@ class Engine:
         self._forget(request)
         return output
 
-    def _advance_beams(self, result: StepResult) -> list[EngineOutput]:
+    def _advance_beams(self, step: StepRun, result: StepResult) -> list[EngineOutput]:
         """Let searches choose among what their beams have sampled; outputs of those that end."""
+        if len(self._beams) == 0:
+            return []
         now = time.monotonic()
         outputs = []
-        for group in self._beams.advance(result.sampled):
+        sampled = {
+            request_id: token
+            for request_id, token in result.sampled.items()
+            if self._unfinished(step, request_id) is not None
+        }
+        for group in self._beams.advance(sampled):
             for request in group.requests:
                 self._progress[request.request_id].note_token(now)
             if self._beams.is_finished(group):
@@ -271,16 +326,16 @@ class Engine:
             self._forget(request)
         return replace(output, finish_reason=reason, beams=beams)
 
-    def _keep_prompt_logprobs(self, result: StepResult) -> None:
+    def _keep_prompt_logprobs(self, step: StepRun, result: StepResult) -> None:
         for request_id, by_position in result.prompt_logprobs.items():
-            if request_id in self._progress:
+            if self._unfinished(step, request_id) is not None:
                 self._progress[request_id].keep_prompt_logprobs(by_position)
 
-    def _token_outputs(self, result: StepResult) -> list[EngineOutput]:
+    def _token_outputs(self, step: StepRun, result: StepResult) -> list[EngineOutput]:
         now = time.monotonic()
         outputs = []
         for request_id, token in result.sampled.items():
-            request = self._requests.get(request_id)
+            request = self._unfinished(step, request_id)
             if request is not None and not request.group.lockstep:
                 self._progress[request_id].note_token(now)
                 outputs.append(self._output(request, token.token_id, token.logprobs))
@@ -312,13 +367,3 @@ class Engine:
     def _forget(self, request: Request) -> None:
         self._progress.pop(request.request_id).note_end()
         del self._requests[request.request_id]
-
-
-def _failure_message(error: Exception, num_reqs: int) -> str:
-    if isinstance(error, MemoryError):
-        return (
-            f"out of memory in a step of {count_of(num_reqs, 'request')}, all of which have "
-            f"failed: {error}; lower max_num_batched_tokens or max_num_seqs, or leave more memory "
-            "beside the KV pool"
-        )
-    return f"the engine failed in this step: {error}"

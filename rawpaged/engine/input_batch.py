@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rawpaged.backend import BatchMeta
-from rawpaged.scheduler.output import SchedulerOutput
+from rawpaged.scheduler.output import UNKNOWN_TOKEN, SchedulerOutput
 
 _NO_SLOT = -1
+_NO_ROWS: Mapping[str, int] = {}
 
 
-def make_batch(output: SchedulerOutput, block_size: int) -> BatchMeta:
-    """Concatenate the scheduled requests in order; rows of those that sample want logits."""
+def make_batch(
+    output: SchedulerOutput, block_size: int, sampled_rows: Mapping[str, int] = _NO_ROWS
+) -> BatchMeta:
+    """Concatenate the scheduled requests in order; rows of those that sample want logits.
+
+    `sampled_rows` is who had which row in the sampling that brings the tokens not known yet.
+    """
     lengths = [len(request.token_ids) for request in output.scheduled]
     starts = np.array([request.start for request in output.scheduled], np.int32)
     query_start_loc = np.zeros(len(lengths) + 1, np.int32)
@@ -25,6 +33,9 @@ def make_batch(output: SchedulerOutput, block_size: int) -> BatchMeta:
     for row, request in enumerate(output.scheduled):
         block_tables[row, : len(request.block_table)] = request.block_table
         token_ids[query_start_loc[row] : query_start_loc[row + 1]] = request.token_ids
+        if request.token_ids[-1] == UNKNOWN_TOKEN:
+            # For RunAhead.take_token_ids.
+            token_ids[query_start_loc[row + 1] - 1] = -1 - sampled_rows[request.request_id]
 
     request_of_token = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     positions = (

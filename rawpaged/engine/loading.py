@@ -114,6 +114,7 @@ def _make_runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         batch_invariant=config.batch_invariant and config.device != "cpu",
+        async_scheduling=config.device != "cpu" and config.async_scheduling is not False,
         progress=True,
         reload_weights=_reloader(config, checkpoint, backend),
     )

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from rawpaged.backend import LARGEST_ELEMENT, AttentionPlan, Backend, BatchMeta, KVCache, KVScales
+from rawpaged.backend import (
+    LARGEST_ELEMENT,
+    AttentionPlan,
+    Backend,
+    BatchMeta,
+    KVCache,
+    KVScales,
+    RunAhead,
+)
 from rawpaged.engine.decode_graphs import DecodeGraphs, is_decode
 from rawpaged.engine.input_batch import make_batch
 from rawpaged.engine.kv_scales import calibrate_kv_scales
+from rawpaged.engine.launched_step import LaunchedStep, StepResult
 from rawpaged.engine.op_recorder import OpRecorder
-from rawpaged.engine.sampler import (
-    LogitsCopy,
-    PositionLogprobs,
-    SampledToken,
-    position_logprobs,
-    sample,
-)
-from rawpaged.engine.traced_backend import TracedBackend
+from rawpaged.engine.prompt_logprobs import prompt_logprobs
+from rawpaged.engine.sampler import LogitsCopy, launch_sampling
+from rawpaged.engine.traced_backend import TracedBackend, TracedRunAhead
 from rawpaged.errors import SleepError
 from rawpaged.models.config import ModelConfig
 from rawpaged.models.llama import Llama
 from rawpaged.models.weights import LlamaWeights, map_weights
 from rawpaged.request import Request
-from rawpaged.scheduler.output import ScheduledRequest, SchedulerOutput
+from rawpaged.scheduler.output import SchedulerOutput
 from rawpaged.tracing import Tracer
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step computed, by request id."""
-
-    sampled: Mapping[str, SampledToken]
-    prompt_logprobs: Mapping[str, Mapping[int, PositionLogprobs]]
-    """For requests that asked: prompt position -> log-probabilities of the token there."""
 
 
 class ModelRunner:
@@ -45,6 +40,8 @@ class ModelRunner:
 
     `kv_scales` are those of every layer; a cache of bytes that comes without is calibrated, once.
     `reload_weights` gives the weights once more, for waking from a sleep without them.
+    With `async_scheduling` a step may be launched before the tokens of the one before are known,
+    if the backend computes while the host goes on.
     """
 
     def __init__(
@@ -62,6 +59,7 @@ class ModelRunner:
         num_host_blocks: int = 0,
         enforce_eager: bool = False,
         batch_invariant: bool = False,
+        async_scheduling: bool = False,
         progress: bool = False,
         reload_weights: Callable[[], LlamaWeights] | None = None,
     ) -> None:
@@ -85,8 +83,12 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._enforce_eager = enforce_eager
         self._batch_invariant = batch_invariant
+        self._async_scheduling = async_scheduling
         self._progress = progress
         self._graphs: DecodeGraphs | None = None
+        self._ahead: RunAhead | None = None
+        self._sampled_rows: dict[str, int] = {}
+        """Who had which row in the last sampling that ran ahead."""
         self._allocate(weights)
 
     def _allocate(self, weights: LlamaWeights) -> None:
@@ -102,6 +104,8 @@ class ModelRunner:
         )
         self.model.set_tracer(self._tracer, self._ops)
         self._logits_copy = LogitsCopy(self._max_num_seqs)
+        if self._async_scheduling:
+            self._ahead = backend.run_ahead(self._max_num_seqs)
         self.kv_caches = self._new_pool()
         self.host_kv_caches = [
             backend.new_host_kv_cache(
@@ -121,7 +125,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(
                 self.model,
                 plans,
-                self.kv_caches,
+                self._decode,
                 capture=backend.capture,
                 on_demand=backend.captures_on_demand,
                 most_reqs=min(self._max_num_seqs, self._max_num_batched_tokens),
@@ -153,6 +157,7 @@ class ModelRunner:
     def free(self) -> None:
         """Drop everything but the weights' owner's; the runner can only be closed afterwards."""
         self._graphs = None
+        self._ahead = None
         self._logits_copy = LogitsCopy(self._max_num_seqs)
         self.kv_caches = []
         self.host_kv_caches = []
@@ -223,29 +228,86 @@ class ModelRunner:
 
         The result has a token for each request that samples.
         """
+        step = self.launch_forward(output, requests)
+        self.launch_sampling(step)
+        return self.result(step)
+
+    def launch_forward(
+        self, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> LaunchedStep:
+        """Make the copies, compute KV of all scheduled tokens and the logits to sample from.
+
+        Tokens that are not known yet are those of the last sampling that was launched.
+        """
         self._copy_blocks(output)
+        step = LaunchedStep(
+            [requests[item.request_id] for item in output.scheduled if item.samples]
+        )
         if not output.scheduled:
-            return StepResult({}, {})
+            return step
         meta = self._make_batch(output, requests)
-        sampling = [requests[item.request_id] for item in output.scheduled if item.samples]
         if self._uses_graphs and is_decode(meta):
             assert self._graphs is not None
             with self._tracer.phase("graph"):
-                logits = self._graphs.run(meta)
-            if logits is not None:
-                return StepResult(self._sample(logits, sampling), {})
+                step.logits = self._graphs.run(meta)
+            if step.logits is not None:
+                return step
         with self._tracer.phase("plan"):
             plan = self._ops.plan(
                 meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
             )
         with self._tracer.phase("forward"):
+            self._take_token_ids(plan)
             self._forward(plan)
-        prompt_logprobs = self._prompt_logprobs(output, meta, requests)
-        if not sampling:
-            return StepResult({}, prompt_logprobs)
-        with self._tracer.phase("logits"):
-            logits = self.model.compute_logits(plan.logits_rows)
-        return StepResult(self._sample(logits, sampling), prompt_logprobs)
+        step.prompt_logprobs = prompt_logprobs(
+            output, meta, requests, self.model, self._ops, self._tracer
+        )
+        if step.sampling_requests:
+            with self._tracer.phase("logits"):
+                step.logits = self.model.compute_logits(plan.logits_rows)
+        return step
+
+    def launch_sampling(self, step: LaunchedStep) -> None:
+        """Sample from the step's logits, by what its requests have said up to now.
+
+        To be called before the next forward pass, and once all tokens before these are known.
+        """
+        requests = step.sampling_requests
+        if not requests:
+            step.wait = self._ahead.mark() if self._ahead is not None else None
+            return
+        with self._tracer.phase("sample"):
+            step.sampling = launch_sampling(
+                self._ops,
+                step.logits,
+                requests,
+                self._logits_copy,
+                self._traced_ahead if self.runs_ahead else None,
+            )
+        if self._ahead is not None:
+            self._sampled_rows = {each.request_id: row for row, each in enumerate(requests)}
+
+    def result(self, step: LaunchedStep) -> StepResult:
+        """What the step has brought; waits for it, but not for what was launched after it."""
+        tokens = []
+        with self._tracer.phase("wait") if self.runs_ahead else nullcontext():
+            if step.sampling is not None:
+                tokens = step.sampling.wait()
+            elif step.wait is not None:
+                step.wait()
+        sampled = {
+            request.request_id: token
+            for request, token in zip(step.sampling_requests, tokens, strict=True)
+        }
+        return StepResult(sampled, step.prompt_logprobs)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch_sampling` returns before the tokens are there.
+
+        Not while ops are recorded: what they are called with is looked at.
+        """
+        return self._ahead is not None and not self._is_recorded
 
     @property
     def _uses_graphs(self) -> bool:
@@ -260,10 +322,25 @@ class ModelRunner:
         self._reload_weights = None
         self.backend.close()
 
-    def _make_batch(
-        self, output: SchedulerOutput, requests: Mapping[str, Request]
-    ) -> BatchMeta:
-        meta = make_batch(output, self.block_size)
+    def _take_token_ids(self, plan: AttentionPlan) -> None:
+        """Put in those that the last sampling has left on the device."""
+        ahead = self._traced_ahead
+        if ahead is not None:
+            ahead.take_token_ids(plan.token_ids)
+
+    def _decode(self, plan: AttentionPlan) -> None:
+        """What a graph holds before the logits."""
+        self._take_token_ids(plan)
+        self.model.forward(plan, self.kv_caches)
+
+    @property
+    def _traced_ahead(self) -> RunAhead | None:
+        if self._ahead is None or not self._tracer.is_on:
+            return self._ahead
+        return TracedRunAhead(self._ahead, self._tracer)
+
+    def _make_batch(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> BatchMeta:
+        meta = make_batch(output, self.block_size, self._sampled_rows)
         if not self._batch_invariant:
             return meta
         prompts = [requests[item.request_id].num_prompt_tokens for item in output.scheduled]
@@ -280,38 +357,3 @@ class ModelRunner:
             if pairs:
                 with self._tracer.phase(name):
                     self._ops.copy_blocks(targets, sources, np.array(pairs, np.int64))
-
-    def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
-        """A token a request from its row of logits."""
-        with self._tracer.phase("sample"):
-            tokens = sample(self._ops, logits, requests, self._logits_copy)
-        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
-
-    def _prompt_logprobs(
-        self, output: SchedulerOutput, meta: BatchMeta, requests: Mapping[str, Request]
-    ) -> dict[str, dict[int, PositionLogprobs]]:
-        result = {}
-        for row, item in enumerate(output.scheduled):
-            request = requests[item.request_id]
-            k = request.sampling_params.prompt_logprobs
-            if k is not None and request.wants_prompt_logprobs:
-                first_row = int(meta.query_start_loc[row])
-                with self._tracer.phase("prompt logprobs"):
-                    result[item.request_id] = self._chunk_logprobs(item, request, first_row, k)
-        return result
-
-    def _chunk_logprobs(
-        self, item: ScheduledRequest, request: Request, first_row: int, k: int
-    ) -> dict[int, PositionLogprobs]:
-        """The row of position p predicts the token at p + 1; only prompt tokens are asked for."""
-        result = {}
-        end = min(item.start + len(item.token_ids), request.num_prompt_tokens - 1)
-        for first in range(item.start, end, self.model.max_logits_rows):
-            last = min(first + self.model.max_logits_rows, end)
-            rows = np.arange(first, last, dtype=np.int32) - item.start + first_row
-            logits = self.model.compute_logits(self._ops.upload(rows))
-            token_ids = np.array(request.token_ids[first + 1 : last + 1], np.int32)
-            table = self._ops.token_logprobs(logits, token_ids, k)
-            for i, token_id in enumerate(token_ids.tolist()):
-                result[first + 1 + i] = position_logprobs(table, i, token_id, k)
-        return result

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rawpaged.backend import Backend, LogitEdits, SamplingRows, TokenLogprobRows
+from rawpaged.backend import (
+    Backend,
+    DrawnTokens,
+    LogitEdits,
+    RunAhead,
+    SamplingRows,
+    TokenLogprobRows,
+)
 from rawpaged.engine.beam_search import beam_rules
 from rawpaged.request import Request
 
@@ -53,29 +60,58 @@ class LogitsCopy:
         return copy
 
 
-def sample(
-    backend: Backend, logits: Any, requests: Sequence[Request], copy: LogitsCopy
-) -> list[SampledToken]:
-    """One token a request; logits f32[len(requests), vocab_size] may be changed.
+class Sampling:
+    """Tokens that are being sampled, or have been."""
 
-    Reported log-probabilities are those before bias, penalties and temperature.
+    def __init__(self, drawn: Callable[[], DrawnTokens], wanted: Sequence[int | None]) -> None:
+        self._drawn = drawn
+        self._wanted = wanted
+        """By row: likeliest tokens to list; None: no log-probabilities."""
+
+    def wait(self) -> list[SampledToken]:
+        """One token a row; until the next sampling."""
+        drawn = self._drawn()
+        token_ids, table = drawn.token_ids.tolist(), drawn.logprobs
+        if table is None:
+            return [SampledToken(token_id, None) for token_id in token_ids]
+        return [
+            SampledToken(
+                token_id, None if k is None else position_logprobs(table, row, token_id, k)
+            )
+            for row, (token_id, k) in enumerate(zip(token_ids, self._wanted, strict=True))
+        ]
+
+
+def launch_sampling(
+    backend: Backend,
+    logits: Any,
+    requests: Sequence[Request],
+    copy: LogitsCopy,
+    ahead: RunAhead | None = None,
+) -> Sampling:
+    """Sample one token a request; logits f32[len(requests), vocab_size] may be changed.
+
+    Reported log-probabilities are those before bias, penalties and temperature. The tokens are
+    there when it returns, unless it is to run ahead.
     """
     edits = _logit_edits(requests)
     wanted = [_num_logprobs(request) for request in requests]
+    most = max((k for k in wanted if k is not None), default=None)
     edited = logits
     if edits is not None:
-        if any(k is not None for k in wanted):
+        if most is not None:
             edited = copy.of(backend, logits)
         backend.edit_logits(edited, edits)
-    token_ids = backend.sample(edited, _sampling_rows(requests))
-    if all(k is None for k in wanted):
-        return [SampledToken(token_id, None) for token_id in token_ids.tolist()]
-    most = max(k for k in wanted if k is not None)
-    table = backend.token_logprobs(logits, np.maximum(token_ids, 0), most)
-    return [
-        SampledToken(token_id, None if k is None else position_logprobs(table, row, token_id, k))
-        for row, (token_id, k) in enumerate(zip(token_ids.tolist(), wanted, strict=True))
-    ]
+    rows = _sampling_rows(requests)
+    if ahead is not None:
+        drawn = ahead.sample(edited, rows, reported=logits, num_logprobs=most)
+        return Sampling(drawn, wanted)
+    token_ids = backend.sample(edited, rows)
+    table = None
+    if most is not None:
+        table = backend.token_logprobs(logits, np.maximum(token_ids, 0), most)
+    tokens = DrawnTokens(token_ids, table)
+    return Sampling(lambda: tokens, wanted)
 
 
 def _num_logprobs(request: Request) -> int | None:

@@ -14,8 +14,8 @@ from rawpaged.backend import KVCache
 from rawpaged.config import SchedulerConfig
 from rawpaged.devices import open_backend
 from rawpaged.engine.engine import Engine
+from rawpaged.engine.launched_step import LaunchedStep
 from rawpaged.engine.model_runner import ModelRunner
-from rawpaged.engine.sampler import SampledToken
 from rawpaged.request import Request, RequestGroup
 from rawpaged.sampling_params import SamplingParams
 from rawpaged.weights.checkpoint import open_checkpoint
@@ -46,20 +46,51 @@ class RecordingRunner(ModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logits: defaultdict[str, list[bytes]] = defaultdict(list)
+        self._on_device: list[tuple[Sequence[Request], Any]] = []
         self.poison(self.kv_caches, range(self.num_blocks))
         self.poison(self.host_kv_caches, range(self.num_host_blocks))
 
     def poison(self, caches: Sequence[KVCache], block_ids: Sequence[int]) -> None:
         """Fill these blocks with NaN, or what shows like it."""
-        for cache in caches:
-            for pool in (cache.keys, cache.values):
-                pool[list(block_ids)] = poison_for(pool)
 
-    def _sample(self, logits: Any, requests: list[Request]) -> dict[str, SampledToken]:
-        rows = self.backend.download(logits)
-        for request, row in zip(requests, rows, strict=True):
+        def write() -> None:
+            for cache in caches:
+                for pool in (cache.keys, cache.values):
+                    pool[list(block_ids)] = poison_for(pool)
+
+        # A device that is late may have yet to read what these blocks held.
+        in_order = getattr(getattr(self.backend, "device", None), "in_order", None)
+        if in_order is None:
+            write()
+        else:
+            in_order(write)
+
+    def launch_sampling(self, step: LaunchedStep) -> None:
+        if step.sampling_requests:
+            self._keep(step)
+        super().launch_sampling(step)
+
+    def _keep(self, step: LaunchedStep) -> None:
+        """Keep the step's logits; on the device if nobody waits for it."""
+        if not self.runs_ahead:
+            self._note(step.sampling_requests, self.backend.download(step.logits))
+            return
+        num_rows = len(step.sampling_requests)
+        copy = self.backend.empty(step.logits.shape, "float32")
+        rows = self.backend.upload(np.arange(num_rows, dtype=np.int32))
+        self.backend.gather_rows(copy, step.logits, rows)
+        self._on_device.append((step.sampling_requests, copy))
+
+    def _note(self, requests: Sequence[Request], logits: npt.NDArray[Any]) -> None:
+        for request, row in zip(requests, logits, strict=True):
             self.logits[request.request_id].append(row.tobytes())
-        return super()._sample(logits, requests)
+
+    def recorded(self) -> dict[str, list[bytes]]:
+        """Rows of logits by request id, in order of sampling."""
+        for requests, copy in self._on_device:
+            self._note(requests, self.backend.download(copy))
+        self._on_device.clear()
+        return dict(self.logits)
 
 
 def tiny_engine(
@@ -112,7 +143,7 @@ def tiny_engine(
 def recorded_logits(engine: Engine) -> dict[str, list[bytes]]:
     """Rows of logits by request id, in order of sampling."""
     assert isinstance(engine.runner, RecordingRunner)
-    return dict(engine.runner.logits)
+    return engine.runner.recorded()
 
 
 def request(

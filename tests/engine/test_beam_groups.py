@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rawpaged.engine.model_runner import StepResult
+from rawpaged.engine.launched_step import StepResult
 from rawpaged.engine.sampler import NO_TOKEN
 from rawpaged.request import FinishReason, Request, RequestGroup
 from tests.engine.beams import CASES, assert_golden, run_searches, search, search_of
@@ -130,14 +130,14 @@ def test_broken_logits_of_a_beam_end_its_search(monkeypatch: pytest.MonkeyPatch)
     engine.add_group(search("b", PROMPT, n=2))
     for _ in range(4):
         engine.step()
-    execute = engine.runner.execute
+    result_of = engine.runner.result
 
     def broken(*args: Any) -> StepResult:
-        result = execute(*args)
+        result = result_of(*args)
         token = replace(result.sampled["a-1"], token_id=NO_TOKEN)
         return replace(result, sampled={**result.sampled, "a-1": token})
 
-    monkeypatch.setattr(engine.runner, "execute", broken)
+    monkeypatch.setattr(engine.runner, "result", broken)
     (output,) = engine.step()
     monkeypatch.undo()
     assert output.request_id == "a-0"
@@ -160,7 +160,7 @@ def test_a_failed_step_ends_the_search_as_one(monkeypatch: pytest.MonkeyPatch) -
     def fail(*args: Any) -> None:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(engine.runner, "execute", fail)
+    monkeypatch.setattr(engine.runner, "launch_forward", fail)
     (output,) = engine.step()
     assert output.request_id == "a-0"
     assert output.error is not None

@@ -45,7 +45,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine) -> None:
         monkeypatch.undo()
         raise MemoryError("no memory left")
 
-    monkeypatch.setattr(runner, "execute", fail)
+    monkeypatch.setattr(runner, "launch_forward", fail)
 
 
 async def outcome(stream: Any) -> RequestOutput | Exception:
@@ -145,7 +145,7 @@ def die(*args: object) -> Any:
     raise ZeroDivisionError("a fault in the engine itself")
 
 
-@pytest.mark.parametrize("method", ["schedule", "update"])
+@pytest.mark.parametrize("method", ["schedule", "complete"])
 def test_the_thread_dies(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """All requests fail, later ones are refused, and closing works."""
 
@@ -170,7 +170,7 @@ def test_the_thread_dies(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, m
 
 def test_a_dead_thread_fails_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny_config()) as llm:
-        monkeypatch.setattr(Scheduler, "update", die)
+        monkeypatch.setattr(Scheduler, "complete", die)
         with pytest.raises((RequestFailedError, EngineClosedError)):
             llm.generate([PROMPT] * 5, params(), use_tqdm=False)
 

@@ -172,13 +172,13 @@ def test_close_at_any_time(delay_steps: int, monkeypatch: pytest.MonkeyPatch) ->
     llm = LLM(tiny_config(max_num_seqs=4, max_num_batched_tokens=16))
     runner = engine_of(llm).runner
     steps = threading.Semaphore(0)
-    execute = runner.execute
+    launch_forward = runner.launch_forward
 
     def counted(*args: Any) -> Any:
         steps.release()
-        return execute(*args)
+        return launch_forward(*args)
 
-    monkeypatch.setattr(runner, "execute", counted)
+    monkeypatch.setattr(runner, "launch_forward", counted)
     with ThreadPoolExecutor(3) as pool:
         futures: list[Future[list[RequestOutput]]] = [
             pool.submit(llm.generate, [[i] * 20] * 3, LONG, use_tqdm=False) for i in range(3)
@@ -213,15 +213,15 @@ def test_interrupted() -> None:
 def test_a_failed_call_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was queued before the failure is aborted, and the next call works."""
     with LLM(tiny_config()) as llm:
-        execute, calls = ModelRunner.execute, []
+        launch_forward, calls = ModelRunner.launch_forward, []
 
         def fail_third(runner: ModelRunner, *args: Any) -> Any:
             calls.append(1)
             if len(calls) == 3:
                 raise ZeroDivisionError("boom")
-            return execute(runner, *args)
+            return launch_forward(runner, *args)
 
-        monkeypatch.setattr(ModelRunner, "execute", fail_third)
+        monkeypatch.setattr(ModelRunner, "launch_forward", fail_third)
         with pytest.raises(Exception, match="boom"):
             llm.generate([[1] * 60] * 10, LONG, use_tqdm=False)
         wait_until(lambda: not engine_of(llm).has_unfinished(), 1.0)

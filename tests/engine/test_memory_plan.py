@@ -224,6 +224,8 @@ def test_size_in_words(num_bytes: int, text: str) -> None:
         ({"kv_cache_dtype": None}, "kv_cache_dtype=None must be a string"),
         ({"seed": 7}, "seed=7 is for load_format='dummy'"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is for device='cuda'"),
+        ({"async_scheduling": True}, "async_scheduling=True is for device='cuda'"),
+        ({"async_scheduling": 1}, "async_scheduling=1 must be true, false or None"),
         ({"device": "cuda", "gpu_memory_utilization": 1.5}, "must be in"),
         ({"device": "cuda", "gpu_memory_utilization": float("nan")}, "must be in"),
         ({"device": "cuda", "num_threads": 2}, "num_threads is for device='cpu'"),

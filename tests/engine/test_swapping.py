@@ -32,18 +32,18 @@ def test_a_step_that_fails_with_its_copies(
     """All whose blocks it copied fail, also those it did not schedule; the others are unharmed."""
     expected = run(tiny_engine(), crowded(None))
     engine = tiny_engine(num_blocks=12, num_host_blocks=40)
-    execute = engine.runner.execute
+    launch_forward = engine.runner.launch_forward
     lost: list[str] = []
 
     def fail_once(output: SchedulerOutput, requests: Any) -> Any:
         if getattr(output, copies) and not lost:
             lost.extend(output.request_ids)
             if when == "after":
-                execute(output, requests)
+                launch_forward(output, requests)
             raise RuntimeError("the device is gone")
-        return execute(output, requests)
+        return launch_forward(output, requests)
 
-    monkeypatch.setattr(engine.runner, "execute", fail_once)
+    monkeypatch.setattr(engine.runner, "launch_forward", fail_once)
     requests = crowded(engine)
     for group in dict.fromkeys(each.group for each in requests):
         engine.add_group(group)

@@ -55,6 +55,7 @@ def gpu_engine(
     batch_invariant: bool = False,
     enable_prefix_caching: bool = True,
     num_host_blocks: int = 0,
+    async_scheduling: bool = False,
 ) -> Engine:
     """A tiny checkpoint's engine over simulated kernels."""
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
@@ -73,6 +74,7 @@ def gpu_engine(
         enforce_eager=enforce_eager,
         batch_invariant=batch_invariant,
         num_host_blocks=num_host_blocks,
+        async_scheduling=async_scheduling,
     )
     config = SchedulerConfig(
         num_blocks=num_blocks,

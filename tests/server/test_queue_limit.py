@@ -77,13 +77,13 @@ def test_a_real_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         ThreadPoolExecutor(4) as pool,
     ):
         runner = engine_of(engine).runner
-        execute = runner.execute
+        launch_forward = runner.launch_forward
 
         def hold(*args: Any) -> Any:
             assert gate.wait(20)
-            return execute(*args)
+            return launch_forward(*args)
 
-        monkeypatch.setattr(runner, "execute", hold)
+        monkeypatch.setattr(runner, "launch_forward", hold)
 
         def ask(max_tokens: int) -> int:
             return complete(server.url, prompt=[5, 6, 7], n=2, max_tokens=max_tokens).status
