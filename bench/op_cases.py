@@ -158,16 +158,7 @@ def _linear(name: str, rows: int, in_features: int, out_features: int, dtype: st
 
         return Prepared([partial(backend.linear, out, x, copy) for copy in copies], check)
 
-    return OpCase(
-        op="linear",
-        name=name,
-        rows=rows,
-        num_bytes=weight_bytes + 4 * rows * (in_features + out_features),
-        num_flops=2 * rows * in_features * out_features,
-        stored=True,
-        product=product_of(dtype),
-        prepare=prepare,
-    )
+    return _linear_case(name, rows, in_features, out_features, dtype, weight_bytes, prepare)
 
 
 def _quantized_linear(
@@ -196,6 +187,18 @@ def _quantized_linear(
 
         return Prepared([partial(backend.linear, out, x, copy) for copy in copies], check)
 
+    return _linear_case(name, rows, in_features, out_features, type_name, weight_bytes, prepare)
+
+
+def _linear_case(
+    name: str,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    dtype: str,
+    weight_bytes: int,
+    prepare: Callable[[Backend, np.random.Generator], Prepared],
+) -> OpCase:
     return OpCase(
         op="linear",
         name=name,
@@ -203,7 +206,7 @@ def _quantized_linear(
         num_bytes=weight_bytes + 4 * rows * (in_features + out_features),
         num_flops=2 * rows * in_features * out_features,
         stored=True,
-        product=product_of(type_name),
+        product=product_of(dtype),
         prepare=prepare,
     )
 
