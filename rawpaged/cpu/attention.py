@@ -16,7 +16,7 @@ division by the sum.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,26 +24,26 @@ from numba import njit
 
 from rawpaged.backend import AttentionPlan, KVCache
 from rawpaged.cpu.arguments import RowsOf
-from rawpaged.cpu.attention_kernels import (
-    AHEAD,
-    MOST_ROWS,
-    STRIP,
-    make_score_kernel,
-    make_value_kernel,
+from rawpaged.cpu.attention_partition import make_partition
+from rawpaged.cpu.attention_work import (
+    MAX_SLOTS,
+    PARTITION,
+    TILE_ROWS,
+    AttentionWork,
 )
-from rawpaged.cpu.attention_work import MAX_SLOTS, PARTITION, TILE_ROWS, AttentionWork
-from rawpaged.cpu.compiling import Kernel, kernel, set_variant
+from rawpaged.cpu.compiling import Kernel, kernel
 from rawpaged.cpu.floats import power_of_two, row_of, stored_like
 from rawpaged.cpu.key_groups import (
+    GROUPS,
     LIST_LENGTH,
-    key_line_bytes,
     key_scratch,
-    list_groups,
+    list_ahead,
+    seen_partitions,
     value_scratch,
+    widen_partition,
 )
 from rawpaged.cpu.kv_cache import scales_of
-from rawpaged.cpu.products import Arithmetic, x_bytes_of_step
-from rawpaged.cpu.softmax_kernel import make_softmax_kernel
+from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.cpu.vector_ir import LANES
 
@@ -53,92 +53,8 @@ _ZERO = np.float32(0.0)
 _LOG2_E = 1.4426950408889634
 
 
-def _make_partition(arithmetic: Arithmetic) -> Any:
-    """njit code for one partition of one task."""
-    run_scores = make_score_kernel(arithmetic)
-    run_strip = make_value_kernel(arithmetic, STRIP)
-    run_vector = make_value_kernel(arithmetic, 1)
-    run_softmax = make_softmax_kernel(bfloat16=arithmetic == "bfloat16_dot")
-    bytes_of_step = x_bytes_of_step(arithmetic)
-
-    def attend(queries, scores, weights, values, states, bounds, listed, line_bytes, count):
-        """values = weighted values of the partition's `count` groups, states = (maximum, sum).
-
-        A row sees the keys [bounds[row, 0], bounds[row, 1]) of the partition; if that is none, its
-        state is zeros. listed[0] are the groups of keys, listed[1] those of values.
-        """
-        rows, width = values.shape
-        steps = queries.shape[1] * queries.itemsize // bytes_of_step
-        padded = (count + AHEAD - 1) // AHEAD * AHEAD
-        num_tiles = (rows + MOST_ROWS - 1) // MOST_ROWS
-        values[:] = _ZERO
-        for tile in range(num_tiles):
-            low = rows * tile // num_tiles
-            high = rows * (tile + 1) // num_tiles
-            run_scores(
-                high - low,
-                queries.ctypes.data + low * queries.strides[0],
-                queries.strides[0],
-                listed.ctypes.data,
-                padded,
-                steps,
-                line_bytes,
-                scores.ctypes.data + low * scores.strides[0],
-                scores.strides[0],
-            )
-            for row in range(low, high):
-                if bounds[row, 0] < bounds[row, 1]:
-                    run_softmax(
-                        weights.ctypes.data + row * weights.strides[0],
-                        scores.ctypes.data + row * scores.strides[0],
-                        bounds[row, 0],
-                        bounds[row, 1],
-                        count,
-                        states.ctypes.data + row * states.strides[0],
-                    )
-                else:
-                    weights[row, : LANES * count] = 0
-                    states[row] = _ZERO
-            for first in range(0, count, AHEAD):
-                source = weights.ctypes.data + low * weights.strides[0]
-                source += LANES * weights.itemsize * first
-                groups = listed.ctypes.data + listed.strides[0] + 8 * first
-                number = min(AHEAD, count - first)
-                column = 0
-                while column < width:
-                    target = values.ctypes.data + low * values.strides[0] + 4 * column
-                    if column + LANES * STRIP <= width:
-                        run_strip(
-                            high - low,
-                            source,
-                            weights.strides[0],
-                            groups,
-                            number,
-                            4 * width,
-                            4 * column,
-                            target,
-                            values.strides[0],
-                        )
-                        column += LANES * STRIP
-                    else:
-                        run_vector(
-                            high - low,
-                            source,
-                            weights.strides[0],
-                            groups,
-                            number,
-                            4 * width,
-                            4 * column,
-                            target,
-                            values.strides[0],
-                        )
-                        column += LANES
-
-    return njit(nogil=True)(set_variant(attend, arithmetic))
-
-
 def _make_kernel(arithmetic: Arithmetic) -> Kernel:
-    attend = _make_partition(arithmetic)
+    attend = make_partition(arithmetic)
     element = np.uint16 if arithmetic == "bfloat16_dot" else np.float32
 
     def attention_tasks(
@@ -169,52 +85,73 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
         values = np.empty((2, capacity, width), np.float32)
         states = np.empty((2, capacity, 2), np.float32)
         bounds = np.empty((capacity, 2), np.int64)
-        listed = np.empty((2, LIST_LENGTH), np.int64)
+        odd_line = np.empty(1 + width // 2, np.int64)
         wide_keys = key_scratch(cache_keys)
         wide_values = value_scratch(cache_values)
+        wide_listed = np.empty((2, GROUPS), np.int64)
+        listed = np.empty((2, LIST_LENGTH), np.int64)
+        state = np.array([0, 0, start, 0])
         for task in range(start, stop):
             request, head, first, last, first_partition, last_partition, slot = tasks[task]
             rows = (last - first) * group
             own = positions[first:last]
-            end = own[-1] + 1
-            table = block_tables[request]
             for row in range(rows):
                 source = _head_of(q, first + row // group, head * group + row % group, head_dim)
                 _scale(queries[row], source, scale * key_scale[head])
+            seen_from, seen_to = seen_partitions(tasks[task], positions, window)
             states[0, :rows] = _ZERO
-            for partition in range(first_partition, last_partition):
+            if slot >= 0:
+                slot_states[slot : slot + last_partition - first_partition] = _ZERO
+            for partition in range(seen_from, seen_to):
                 origin = partition * PARTITION
-                seen = _find_bounds(bounds[:rows], own, group, origin, window)
-                if seen:
-                    list_groups(
-                        listed[0],
-                        listed[1],
-                        cache_keys,
-                        cache_values,
-                        table,
-                        head,
-                        origin,
-                        end,
-                        wide_keys,
-                        wide_values,
-                    )
-                    attend(
-                        queries[:rows],
-                        scores,
-                        weights,
-                        values[1, :rows],
-                        states[1, :rows],
-                        bounds,
-                        listed,
-                        key_line_bytes(cache_keys),
-                        (min(end - origin, PARTITION) + LANES - 1) // LANES,
-                    )
-                else:
-                    states[1, :rows] = _ZERO
+                end = min(own[-1] + 1 - origin, PARTITION)
+                _find_bounds(bounds[:rows], own, group, origin, window)
+                count = (end + LANES - 1) // LANES
+                place = list_ahead(
+                    listed,
+                    state,
+                    count,
+                    cache_keys,
+                    cache_values,
+                    tasks,
+                    stop,
+                    positions,
+                    block_tables,
+                    window,
+                )
+                groups = listed[:, place:]
+                layout = cache_keys.strides[2], cache_keys.strides[2], 0
+                if widen_partition(
+                    wide_listed,
+                    wide_keys,
+                    wide_values,
+                    cache_keys,
+                    cache_values,
+                    block_tables[request],
+                    head,
+                    origin,
+                    count,
+                ):
+                    groups = wide_listed[:, :]
+                    layout = 4 * LANES, cache_keys.strides[2], 1
+                into = 0 if partition == seen_from else 1
+                attend(
+                    queries[:rows],
+                    scores,
+                    weights,
+                    values[into, :rows],
+                    states[into, :rows],
+                    bounds,
+                    groups,
+                    listed[:, place:],
+                    layout,
+                    end,
+                    odd_line,
+                )
                 if slot >= 0:
-                    slot_states[slot + partition - first_partition] = states[1, :rows]
-                    slot_values[slot + partition - first_partition] = values[1, :rows]
-                else:
+                    slot_states[slot + partition - first_partition] = states[into, :rows]
+                    slot_values[slot + partition - first_partition] = values[into, :rows]
+                elif into != 0:
                     for row in range(rows):
                         _join(states[0, row], values[0, row], states[1, row], values[1, row])
             if slot < 0:
@@ -240,16 +177,13 @@ def _scale(target, source, factor):
 
 @njit(nogil=True)
 def _find_bounds(bounds, positions, group, origin, window):
-    """The keys that each row sees of the partition at `origin`; whether there are any."""
-    seen = False
+    """The keys that each row sees of the partition at `origin`."""
     for row in range(bounds.shape[0]):
         end = positions[row // group] + 1
         low = max(0, end - window - origin) if window > 0 else 0
         high = min(end - origin, PARTITION)
         bounds[row, 0] = low
         bounds[row, 1] = high
-        seen |= low < high
-    return seen
 
 
 @njit(nogil=True, error_model="numpy")

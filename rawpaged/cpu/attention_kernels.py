@@ -1,15 +1,15 @@
 """The two inner loops of attention, written as LLVM IR, for a few rows of one KV head.
 
     scores[r, 0:16 g] = sum over d in order of q[r, d] * keys[d, 0:16 g]            g key groups
-    out[r, 0:16 n] += sum over keys of weights[r, key] * values[key, 0:16 n]        n vectors
+    out[r, 0:16 n] += sum over keys in order of weights[r, key] * values[key, 0:16 n]   n vectors
 
 Keys and values are found through lists of addresses of groups of 16 keys, so that any blocks of a
 paged cache will do. Elements are float32, or pairs of bfloat16 in words: of neighbouring d for
 keys, of neighbouring keys for values (`products.py`).
 
-Each element is one chain, whatever the number of rows. The order of keys in a chain is by place in
-the group first, then by group: so a handful of streams of memory is read side by side, which is
-twice as fast as one after the other. Groups without weight may be left out at the end of the list.
+Each element is one chain, whatever the number of rows. While a group is in use, the one AHEAD
+places further in the order of use is prefetched, of whatever partition or task it is: blocks lie
+anywhere, and the processor's own prefetching gives up at the end of each.
 """
 
 from __future__ import annotations
@@ -18,25 +18,36 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from rawpaged.cpu.features import FEATURES
 from rawpaged.cpu.products import Arithmetic, Products, x_bytes_of_step
-from rawpaged.cpu.vector_ir import I64, LANES, V16F, VectorBuilder
+from rawpaged.cpu.vector_ir import I64, LANES, V16F, V16I, VectorBuilder
 
-AHEAD = 8
-"""Groups of values that are read side by side; the next as many are prefetched meanwhile."""
+I1 = ir.IntType(1)
+
+_DISTANCES = (8, 16)
+"""Groups between one in use and those that are prefetched. The processor drops a prefetch when too
+many are under way, as happens where there is little to compute; so it is asked more than once."""
+AHEAD = _DISTANCES[-1]
+_FEW_ROWS = 4
+"""Up to so many rows, memory is what is waited for."""
 MOST_ROWS, STRIP = (6, 4) if FEATURES.avx512f else (2, 2)
 """Rows and vectors of columns whose sums fit the registers."""
 
 
-def make_score_kernel(arithmetic: Arithmetic) -> Callable[..., None]:
-    """An intrinsic kernel(rows, q, q_stride, groups, count, steps, line_bytes, scores,
-    scores_stride) for 1 <= rows <= MOST_ROWS.
+_AT_ONCE = 4 if FEATURES.avx512f else 2
+"""Groups of keys whose scores are summed side by side: what it takes to hide latencies."""
 
-    `groups` is the address of the addresses of `count` groups of keys, a multiple of AHEAD, and of
-    as many more that come next; a group's words for step s lie s * line_bytes on. steps >= 1.
+
+def make_score_kernel(arithmetic: Arithmetic) -> Callable[..., None]:
+    """An intrinsic kernel(rows, q, q_stride, groups, ahead, count, steps, line_bytes, ahead_bytes,
+    scores, scores_stride) for 1 <= rows <= MOST_ROWS.
+
+    `groups` is the address of the addresses of count >= 1 groups of keys; a group's words for step
+    s of `steps` lie s * line_bytes on. `ahead` and ahead_bytes say the same of what to prefetch.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -46,22 +57,23 @@ def make_score_kernel(arithmetic: Arithmetic) -> Callable[..., None]:
         return context.get_dummy_value()
 
     def typer(
-        typingctx: Any, rows: Any, q: Any, q_stride: Any, groups: Any, count: Any, steps: Any,
-        line_bytes: Any, scores: Any, scores_stride: Any,
+        typingctx: Any, rows: Any, q: Any, q_stride: Any, groups: Any, ahead: Any, count: Any,
+        steps: Any, line_bytes: Any, ahead_bytes: Any, scores: Any, scores_stride: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 9), generate
+        return types.void(*[types.intp] * 11), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
 
 
 def make_value_kernel(arithmetic: Arithmetic, vectors: int) -> Callable[..., None]:
-    """An intrinsic kernel(rows, weights, weights_stride, groups, count, line_bytes, offset, out,
-    out_stride) that adds to out, for 1 <= rows <= MOST_ROWS.
+    """An intrinsic kernel(rows, weights, weights_stride, groups, ahead, ahead_shift, count, steps,
+    line_bytes, offset, out, out_stride) that adds to out, for 1 <= rows <= MOST_ROWS.
 
-    `groups` is the address of the addresses of 1 <= count <= AHEAD groups of values; the group
-    AHEAD places on in the list comes next. The columns begin `offset` bytes into each line.
-    weights has the groups side by side.
+    `groups` is the address of the addresses of count >= 1 groups of values, of each of which the
+    first `steps` lines count, at least one. The columns begin `offset` bytes into each line.
+    weights has the groups side by side. `ahead` are groups to prefetch, smaller by
+    2 ** ahead_shift.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -72,78 +84,116 @@ def make_value_kernel(arithmetic: Arithmetic, vectors: int) -> Callable[..., Non
         return context.get_dummy_value()
 
     def typer(
-        typingctx: Any, rows: Any, weights: Any, weights_stride: Any, groups: Any, count: Any,
-        line_bytes: Any, offset: Any, out: Any, out_stride: Any,
+        typingctx: Any, rows: Any, weights: Any, weights_stride: Any, groups: Any, ahead: Any,
+        ahead_shift: Any, count: Any, steps: Any, line_bytes: Any, offset: Any, out: Any,
+        out_stride: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 9), generate
+        return types.void(*[types.intp] * 12), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
 
 
+@intrinsic
+def copy_lower_halves(typingctx: Any, target: Any, source: Any, num_vectors: Any) -> Any:
+    """copy_lower_halves(target, source, num_vectors): 16 * num_vectors words, upper halves 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source, num_vectors = args
+        build = VectorBuilder(builder, fused=FEATURES.fma)
+
+        def copy(index: Any, nothing: list[Any]) -> list[Any]:
+            words = build.load(build.at(source, index, 64), V16I)
+            lower = builder.and_(words, build.constant(0xFFFF))
+            build.store(lower, build.at(target, index, 64))
+            return nothing
+
+        build.loop(num_vectors, [], copy)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), generate
+
+
+def _following(build: VectorBuilder, ahead: Any, rows: int, number: int) -> list[Any]:
+    """The groups to prefetch while `number` groups from entry `ahead` on are in use."""
+    distances = _DISTANCES if rows <= _FEW_ROWS else _DISTANCES[-1:]
+    return [build.load(ahead, I64, 8 * (far + j)) for far in distances for j in range(number)]
+
+
 def _emit_scores(
     build: VectorBuilder, arithmetic: Arithmetic, rows: int, q: Any, q_stride: Any, groups: Any,
-    count: Any, steps: Any, line_bytes: Any, scores: Any, scores_stride: Any,
+    ahead: Any, count: Any, steps: Any, line_bytes: Any, ahead_bytes: Any, scores: Any,
+    scores_stride: Any,
 ) -> None:  # fmt: skip
-    """The loops for so many rows; as many groups at a time as it takes to hide latencies."""
+    """The loops for so many rows: _AT_ONCE groups at a time, then half as many, down to one."""
     builder, products = build.builder, Products(build, arithmetic)
-    at_once = (AHEAD if rows <= 3 else AHEAD // 2) if FEATURES.avx512f else 2
     q_rows = build.row_addresses(q, q_stride, rows)
     score_rows = build.row_addresses(scores, scores_stride, rows)
 
-    def some_groups(number: Any, nothing: list[Any]) -> list[Any]:
-        listed_at = build.at(groups, number, 8 * at_once)
-        listed = [build.load(listed_at, I64, 8 * j) for j in range(2 * at_once)]
-        keys, following = listed[:at_once], listed[at_once:]
+    def some_groups(first: Any, number: int) -> None:
+        keys = [build.load(build.at(groups, first, 8), I64, 8 * j) for j in range(number)]
+        following = _following(build, build.at(ahead, first, 8), rows, number)
 
         def step(index: Any, sums: list[Any]) -> list[Any]:
-            offset = builder.mul(index, line_bytes)
             for group in following:
-                build.prefetch(builder.add(group, offset))
-            weights = [products.load(builder.add(group, offset)) for group in keys]
+                build.prefetch(build.at(group, index, ahead_bytes))
+            weights = [products.load(build.at(group, index, line_bytes)) for group in keys]
             places = [build.at(row, index, x_bytes_of_step(arithmetic)) for row in q_rows]
             return products.step(places, weights, sums)
 
-        sums = build.loop(steps, [build.zeros()] * (rows * at_once), step)
+        sums = build.loop(steps, [build.zeros()] * (rows * number), step)
         for row, address in enumerate(score_rows):
-            target = build.at(address, number, 64 * at_once)
-            for j in range(at_once):
-                build.store(sums[row * at_once + j], target, 64 * j, align=4)
+            target = build.at(address, first, 64)
+            for j in range(number):
+                build.store(sums[row * number + j], target, 64 * j, align=4)
+
+    def most_groups(index: Any, nothing: list[Any]) -> list[Any]:
+        some_groups(builder.mul(index, I64(_AT_ONCE)), _AT_ONCE)
         return nothing
 
-    build.loop(builder.sdiv(count, I64(at_once)), [], some_groups)
+    whole = builder.sdiv(count, I64(_AT_ONCE))
+    with builder.if_then(builder.icmp_signed(">", whole, I64(0))):
+        build.loop(whole, [], most_groups)
+    number = _AT_ONCE // 2
+    while number:
+        with builder.if_then(builder.trunc(builder.udiv(count, I64(number)), I1)):
+            some_groups(builder.and_(count, I64(-2 * number)), number)
+        number //= 2
 
 
 def _emit_values(
     build: VectorBuilder, arithmetic: Arithmetic, vectors: int, rows: int, weights: Any,
-    weights_stride: Any, groups: Any, count: Any, line_bytes: Any, offset: Any, out: Any,
-    out_stride: Any,
+    weights_stride: Any, groups: Any, ahead: Any, ahead_shift: Any, count: Any, steps: Any,
+    line_bytes: Any, offset: Any, out: Any, out_stride: Any,
 ) -> None:  # fmt: skip
     """The loops for so many rows."""
     builder, products = build.builder, Products(build, arithmetic)
-    steps = LANES if arithmetic == "float32" else LANES // 2
     bytes_of_step = x_bytes_of_step(arithmetic)
+    group_bytes = bytes_of_step * (LANES if arithmetic == "float32" else LANES // 2)
     weight_rows = build.row_addresses(weights, weights_stride, rows)
     out_rows = build.row_addresses(out, out_stride, rows)
 
-    def step(index: Any, sums: list[Any]) -> list[Any]:
-        line = build.at(offset, index, line_bytes)
-        first_places = [build.at(row, index, bytes_of_step) for row in weight_rows]
+    def group(number: Any, sums: list[Any]) -> list[Any]:
+        values_at = build.load(build.at(groups, number, 8), I64)
+        following = _following(build, build.at(ahead, number, 8), rows, 1)
+        first_places = [build.at(row, number, group_bytes) for row in weight_rows]
 
-        def group(number: Any, sums: list[Any]) -> list[Any]:
-            entry = build.at(groups, number, 8)
-            address = builder.add(build.load(entry, I64), line)
-            following = builder.add(build.load(entry, I64, 8 * AHEAD), line)
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            line = build.at(offset, index, line_bytes)
             for j in range(vectors):
-                build.prefetch(following, 64 * j)
+                place = builder.add(line, I64(64 * j)) if j else line
+                place = builder.lshr(place, ahead_shift)
+                for following_group in following:
+                    build.prefetch(builder.add(following_group, place))
+            address = builder.add(values_at, line)
             values = [products.load(address, j) for j in range(vectors)]
-            places = [build.at(place, number, steps * bytes_of_step) for place in first_places]
+            places = [build.at(place, index, bytes_of_step) for place in first_places]
             return products.step(places, values, sums)
 
-        return build.loop(count, sums, group)
+        return build.loop(steps, sums, step)
 
     start = [build.load(row, V16F, 64 * j, align=4) for row in out_rows for j in range(vectors)]
-    sums = build.loop(I64(steps), start, step)
+    sums = build.loop(count, start, group)
     for row, address in enumerate(out_rows):
         for j in range(vectors):
             build.store(sums[row * vectors + j], address, 64 * j, align=4)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from rawpaged.backend import KVCache, KVScales
 from rawpaged.cpu.compiling import kernel
 from rawpaged.cpu.vector_ir import LANES
+from rawpaged.cpu.weight_memory import zeros
 from rawpaged.errors import BackendError
 
 ELEMENTS: dict[str, np.dtype[Any]] = {
@@ -64,8 +65,8 @@ def new_kv_cache(
     key_shape = (num_blocks, num_kv_heads, head_dim // pair, block_size, pair)
     value_shape = (num_blocks, num_kv_heads, block_size // pair, value_dim(head_dim), pair)
     return KVCache(
-        keys=np.zeros(key_shape, element),
-        values=np.zeros(value_shape, element),
+        keys=zeros(key_shape, element),
+        values=zeros(value_shape, element),
         block_size=block_size,
         key_scale=None if scales is None else scales.keys,
         value_scale=None if scales is None else scales.values,

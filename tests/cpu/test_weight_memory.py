@@ -47,3 +47,14 @@ def test_weights_of_a_backend_lie_in_it() -> None:
     first, second = (weight.panels.ctypes.data for weight in weights)
     assert second - first == weights[0].panels.nbytes
     backend.close()
+
+
+def test_kv_blocks_lie_in_large_pages_of_zeros() -> None:
+    backend = CpuBackend(dtype="bfloat16", num_threads=1)
+    large, small = (backend.new_kv_cache(n, 3, 64, 16) for n in (400, 10))
+    backend.close()
+    for pool in (large.keys, large.values):
+        assert pool.ctypes.data % (2 << 20) == 0
+        assert not pool.any()
+    assert not small.keys.any()
+    assert not small.values.any()
