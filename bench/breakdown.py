@@ -28,8 +28,8 @@ from bench.rows import Origin, append_row, format_table, make_row, read_rows
 from rawpaged import AsyncEngine
 from rawpaged.config import EngineConfig
 from rawpaged.cpu.threads import ThreadTeam
-from rawpaged.engine import model_runner
 from rawpaged.engine.engine import Engine
+from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.output_processor import OutputProcessor
 from rawpaged.scheduler.scheduler import Scheduler
 from rawpaged.server.app import create_app
@@ -37,17 +37,20 @@ from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.run import serve_forever
 
 KERNELS, RECORDING = "kernels", "recording"
-_TIMED: tuple[tuple[Any, str, str], ...] = (
+_TIMED: tuple[tuple[type, str, str], ...] = (
     (ThreadTeam, "run", KERNELS),
     (ThreadTeam, "replay", KERNELS),
     (ThreadTeam, "record", RECORDING),
     (Scheduler, "schedule", "scheduler"),
-    (Scheduler, "update", "scheduler"),
-    (model_runner, "sample", "sampling"),
+    (Scheduler, "advance", "scheduler"),
+    (Scheduler, "complete", "scheduler"),
+    (ModelRunner, "launch_forward", "batch"),
+    (ModelRunner, "launch_sampling", "sampling"),
+    (ModelRunner, "result", "sampling"),
     (Engine, "step", "rest of step"),
     (OutputProcessor, "process", "output"),
 )
-"""Whose attribute is timed, its name, and the part it counts for."""
+"""A class, its method that is timed, and the part it counts for."""
 BETWEEN = "between steps"
 PARTS = (*dict.fromkeys(part for _, _, part in _TIMED), BETWEEN)
 

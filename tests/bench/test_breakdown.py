@@ -95,7 +95,8 @@ def test_parts_of_a_server_under_load(
         assert results["errors"] == 0
         assert sum(results["shares"].values()) == pytest.approx(1, abs=1e-4)
         assert all(share >= 0 for share in results["shares"].values())
-        assert all(results["shares"][part] > 0 for part in PARTS)
+        # What is recorded is recorded by the load before.
+        assert all(results["shares"][part] > 0 for part in PARTS if part != RECORDING)
         assert results["http_cpu_share"] > 0
     # One request after the other: a step for each of its tokens.
     assert rows[0]["results"]["steps"] == 4 * 5
