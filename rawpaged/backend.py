@@ -282,6 +282,13 @@ class Backend(Protocol):
         """
         ...
 
+    def linear_input(self, rows: int, weights: Sequence[LinearWeight]) -> Any:
+        """Room for x act[rows, in_features] of `linear` with any of the weights.
+
+        What it holds is the backend's: to be sliced by rows, and written and read by ops alone.
+        """
+        ...
+
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         """The weight in host memory, for `restore_linear` alone; itself where it lies there."""
         ...

@@ -32,6 +32,7 @@ from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.gather import gather_row_indices
 from rawpaged.cpu.joined_linear import CpuLinear, JoinedLinear, LinearOps, pack_parts
 from rawpaged.cpu.linear import ROW_GRAIN, PackedLinear, pack_linear
+from rawpaged.cpu.linear_inputs import Input, target_of, words_of
 from rawpaged.cpu.logprobs import logprob_rows
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
@@ -99,6 +100,9 @@ class CpuBackend:
         bias: npt.NDArray[Any] | None,
     ) -> CpuLinear:
         return pack_parts(parts, bias, self.dtype, self._weights.empty)
+
+    def linear_input(self, rows: int, weights: Sequence[LinearWeight]) -> Input:
+        return self._linear.empty_input(rows, [_packed(weight) for weight in weights])
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         return weight
@@ -196,13 +200,13 @@ class CpuBackend:
         check_shapes(out.shape == shape, out=out, token_ids=token_ids)
         self._linear.embed(out, token_ids, packed)
 
-    def rms_norm(self, out: Float32, x: Float32, weight: Float32, eps: float) -> None:
+    def rms_norm(self, out: Input, x: Float32, weight: Float32, eps: float) -> None:
         fits = out.shape == x.shape and weight.shape == x.shape[-1:]
         check_shapes(fits, out=out, x=x, weight=weight)
-        self._rows(rms_norm_rows, out, RowsOf(out), RowsOf(x), weight, eps)
+        self._rows(rms_norm_rows, x, target_of(out), RowsOf(x), weight, eps)
 
     def add_rms_norm(
-        self, out: Float32, x: Float32, residual: Float32, weight: Float32, eps: float
+        self, out: Input, x: Float32, residual: Float32, weight: Float32, eps: float
     ) -> None:
         check_shapes(
             out.shape == x.shape == residual.shape and weight.shape == x.shape[1:],
@@ -211,10 +215,10 @@ class CpuBackend:
             residual=residual,
             weight=weight,
         )
-        rows = (RowsOf(out), RowsOf(x), RowsOf(residual))
-        self._rows(add_rms_norm_rows, out, *rows, weight, eps)
+        rows = (target_of(out), RowsOf(x), RowsOf(residual))
+        self._rows(add_rms_norm_rows, x, *rows, weight, eps)
 
-    def linear(self, out: Float32, x: Float32, weight: LinearWeight) -> None:
+    def linear(self, out: Float32, x: Input, weight: LinearWeight) -> None:
         packed = _packed(weight)
         check_shapes(
             x.shape[1] == packed.in_features and out.shape == (len(x), packed.out_features),
@@ -257,13 +261,15 @@ class CpuBackend:
             out, q, cache, plan, scale=scale, sliding_window=sliding_window
         )
 
-    def silu_and_mul(self, out: Float32, gate_up: Float32) -> None:
+    def silu_and_mul(self, out: Input, gate_up: Float32) -> None:
         check_shapes(gate_up.shape == (len(out), 2 * out.shape[1]), out=out, gate_up=gate_up)
-        self._rows(silu_and_mul_rows, gate_up, RowsOf(out), RowsOf(gate_up))
+        self._rows(silu_and_mul_rows, gate_up, target_of(out), RowsOf(gate_up))
 
-    def gather_rows(self, out: Float32, x: Float32, rows: npt.NDArray[np.int32]) -> None:
-        check_shapes(out.shape == (len(rows), x.shape[1]), out=out, x=x, rows=rows)
-        self._rows(gather_row_indices, out, RowsOf(out), RowsOf(x), rows)
+    def gather_rows(self, out: Input, x: Input, rows: npt.NDArray[np.int32]) -> None:
+        target, source = words_of(out), words_of(x)
+        fits = out.shape == (len(rows), x.shape[1]) and target.shape[1] == source.shape[1]
+        check_shapes(fits, out=target, x=source, rows=rows)
+        self._rows(gather_row_indices, target, RowsOf(target), RowsOf(source), rows)
 
     def edit_logits(self, logits: Float32, edits: LogitEdits) -> None:
         self._team.run(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
+from typing import Protocol
 
 
-def check_shapes(condition: bool, **arrays: npt.NDArray[Any]) -> None:
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def check_shapes(condition: bool, **arrays: _Shaped) -> None:
     """Static checks of an op: shapes that do not fit are a fault of the caller's code."""
     if not condition:
         shapes = ", ".join(f"{name}.shape={array.shape}" for name, array in arrays.items())

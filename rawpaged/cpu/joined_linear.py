@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rawpaged.backend import QuantizedRows
 from rawpaged.cpu.linear import LinearOp, PackedLinear, best_arithmetic, embed_table, pack_linear
+from rawpaged.cpu.linear_inputs import Input, empty_input
 from rawpaged.cpu.quantized_linear import QuantizedLinear, QuantizedLinearOp, pack_quantized
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.cpu.weight_memory import Allocate
@@ -44,6 +45,10 @@ class JoinedLinear:
 
 
 CpuLinear = SingleLinear | JoinedLinear
+
+
+def _parts(weight: CpuLinear) -> tuple[SingleLinear, ...]:
+    return weight.parts if isinstance(weight, JoinedLinear) else (weight,)
 
 
 def pack_parts(
@@ -88,9 +93,18 @@ class LinearOps:
         self._plain = LinearOp(team, best_arithmetic(dtype))
         self._quantized = QuantizedLinearOp(team)
 
-    def linear(self, out: Float32, x: Float32, weight: CpuLinear) -> None:
-        """out f32[n, out_features] = x f32[n, in_features] @ W.T + bias."""
-        parts = weight.parts if isinstance(weight, JoinedLinear) else (weight,)
+    def empty_input(self, rows: int, weights: Sequence[CpuLinear]) -> Input:
+        """Room for x of `linear` with any of the weights, in the form that all of them take."""
+        forms = {self._form(part) for weight in weights for part in _parts(weight)}
+        dtype = forms.pop() if len(forms) == 1 else np.float32
+        return empty_input(rows, weights[0].in_features, dtype)
+
+    def linear(self, out: Float32, x: Input, weight: CpuLinear) -> None:
+        """out f32[n, out_features] = x f32[n, in_features] @ W.T + bias.
+
+        x is float32 or of `empty_input`; raises TypeError if that was made for other weights.
+        """
+        parts = _parts(weight)
         prepared: npt.NDArray[np.uint8] | None = None
         first = 0
         for part in parts:
@@ -109,6 +123,9 @@ class LinearOps:
             self._quantized.embed(out, token_ids, table)
         else:
             embed_table(self._team, out, token_ids, table)
+
+    def _form(self, part: SingleLinear) -> npt.DTypeLike:
+        return np.uint8 if isinstance(part, QuantizedLinear) else self._plain.input_dtype
 
     def release(self) -> None:
         """Give memory for activations back."""

@@ -17,6 +17,7 @@ from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.compiling import Kernel, kernel
 from rawpaged.cpu.features import FEATURES, CpuFeatures
 from rawpaged.cpu.floats import row_of, stored_like
+from rawpaged.cpu.linear_inputs import Input, LinearInput, check_form
 from rawpaged.cpu.panel_kernel import PANEL, make_panel_kernel
 from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.threads import PerRow, ThreadTeam
@@ -99,19 +100,27 @@ class LinearOp:
         self._scratch = np.empty(0, np.uint8)
 
     def __call__(
-        self, out: npt.NDArray[np.float32], x: npt.NDArray[np.float32], weight: PackedLinear
+        self, out: npt.NDArray[np.float32], x: Input, weight: PackedLinear
     ) -> None:
         """out f32[n, out_features]; x f32[n, in_features], rounded to bfloat16 for dots."""
         run_linear_kernel(
             self._team, self._kernel, out, self._prepare(x), weight.panels, weight.bias
         )
 
+    @property
+    def input_dtype(self) -> npt.DTypeLike:
+        """The form of x that needs no preparation (`linear_inputs.py`)."""
+        return np.uint16 if self._arithmetic == "bfloat16_dot" else np.float32
+
     def release(self) -> None:
         """Give the room back."""
         self._scratch = np.empty(0, np.uint8)
 
-    def _prepare(self, x: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    def _prepare(self, x: Input) -> npt.NDArray[Any]:
         """x as the kernel takes it."""
+        if isinstance(x, LinearInput):
+            check_form(x, self.input_dtype)
+            return x.data
         rows, columns = x.shape
         if self._arithmetic == "bfloat16_dot":
             prepared: npt.NDArray[Any] = self._room(rows, columns + columns % 2, np.uint16)

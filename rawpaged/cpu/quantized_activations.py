@@ -31,7 +31,7 @@ _V16B = ir.VectorType(I8, LANES)
 
 def make_block_quantizer(arithmetic: BlockArithmetic) -> Kernel:
     """A kernel over rows: out u8[n, bytes of a row] = x f32[n, in_features] as blocks."""
-    quantize = _make_intrinsic(arithmetic)
+    quantize = make_quantize(arithmetic)
     step = code_bytes(arithmetic) + NUMBERS_BYTES
 
     def quantized_rows(out, x, start, stop):
@@ -44,7 +44,9 @@ def make_block_quantizer(arithmetic: BlockArithmetic) -> Kernel:
     return Kernel(quantized_rows, variant=arithmetic)
 
 
-def _make_intrinsic(arithmetic: BlockArithmetic) -> Any:
+def make_quantize(arithmetic: BlockArithmetic) -> Any:
+    """An intrinsic quantize(source, target) for one block, from address to address."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _quantize(VectorBuilder(builder, fused=FEATURES.fma), arithmetic, *args)
         return context.get_dummy_value()

@@ -22,6 +22,7 @@ from rawpaged.cpu.block_packing import pack_blocks
 from rawpaged.cpu.block_types import BLOCK, BLOCK_TYPES, HALF_PANEL, LINE_BYTES, BlockType
 from rawpaged.cpu.compiling import Kernel, set_variant
 from rawpaged.cpu.linear import MOST_ROWS, ROW_GRAIN, make_linear_kernel, run_linear_kernel
+from rawpaged.cpu.linear_inputs import Input, LinearInput, check_form
 from rawpaged.cpu.panel_kernel import PANEL
 from rawpaged.cpu.quantized_activations import make_block_quantizer
 from rawpaged.cpu.threads import PerRow, ThreadTeam
@@ -79,8 +80,11 @@ class QuantizedLinearOp:
         self._arithmetic = arithmetic or best_block_arithmetic()
         self._scratch = np.empty(0, np.uint8)
 
-    def prepare(self, x: Float32) -> npt.NDArray[np.uint8]:
+    def prepare(self, x: Input) -> npt.NDArray[np.uint8]:
         """x f32[n, in_features] as `multiply` takes it, until the next call; rows one by one."""
+        if isinstance(x, LinearInput):
+            check_form(x, np.uint8)
+            return x.data
         rows, columns = x.shape
         row_bytes = columns // BLOCK * (code_bytes(self._arithmetic) + NUMBERS_BYTES)
         if rows * row_bytes > len(self._scratch):

@@ -21,13 +21,13 @@ class _Buffers:
     """Arrays of one step, allocated once for the largest; of the activation type unless marked."""
 
     residual: Any  # f32[max_num_tokens, hidden_size]
-    normed: Any  # [max_num_tokens, hidden_size]
+    normed: Any  # [max_num_tokens, hidden_size], an input of linear layers
     delta: Any  # [max_num_tokens, hidden_size], what a sub-layer adds to the residual
     qkv: Any  # [max_num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     attention: Any  # [max_num_tokens, num_heads * head_dim]
     gate_up: Any  # [max_num_tokens, 2 * intermediate_size]
-    activated: Any  # [max_num_tokens, intermediate_size]
-    selected: Any  # [max_logits_rows, hidden_size]
+    activated: Any  # [max_num_tokens, intermediate_size], an input of linear layers
+    selected: Any  # [max_logits_rows, hidden_size], like normed
     logits: Any  # f32[max_logits_rows, vocab_size]
 
 
@@ -51,7 +51,7 @@ class Llama:
         self._tracer = Tracer()
         self._scale = config.head_dim**-0.5
         self._cos_sin = backend.upload(rope_table(config.rope, config.head_dim, max_model_len))
-        self._buffers = _allocate(config, backend, max_num_tokens, max_logits_rows)
+        self._buffers = _allocate(config, weights, backend, max_num_tokens, max_logits_rows)
 
     def set_tracer(self, tracer: Tracer, ops: Backend) -> None:
         """Tell of layers to `tracer` and call these ops, over the same arrays, from now on."""
@@ -145,20 +145,27 @@ def workspace_bytes(
 
 
 def _allocate(
-    config: ModelConfig, backend: Backend, max_num_tokens: int, max_logits_rows: int
+    config: ModelConfig,
+    weights: LlamaWeights,
+    backend: Backend,
+    max_num_tokens: int,
+    max_logits_rows: int,
 ) -> _Buffers:
     def buffer(rows: int, columns: int, dtype: str = backend.activation_dtype) -> Any:
         return backend.empty((rows, columns), dtype)
 
     n = max_num_tokens
+    take_normed = [weights.lm_head]
+    for layer in weights.layers:
+        take_normed += (layer.qkv_proj, layer.gate_up_proj)
     return _Buffers(
         residual=buffer(n, config.hidden_size, "float32"),
-        normed=buffer(n, config.hidden_size),
+        normed=backend.linear_input(n, take_normed),
         delta=buffer(n, config.hidden_size),
         qkv=buffer(n, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
         attention=buffer(n, config.num_heads * config.head_dim),
         gate_up=buffer(n, 2 * config.intermediate_size),
-        activated=buffer(n, config.intermediate_size),
-        selected=buffer(max_logits_rows, config.hidden_size),
+        activated=backend.linear_input(n, [layer.down_proj for layer in weights.layers]),
+        selected=backend.linear_input(max_logits_rows, take_normed),
         logits=buffer(max_logits_rows, config.vocab_size, "float32"),
     )

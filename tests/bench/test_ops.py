@@ -74,7 +74,7 @@ def test_every_op_of_the_backend_has_a_case() -> None:
     no_ops = {"empty", "upload", "download", "pack_linear", "pack_quantized"}
     no_ops |= {"kv_bytes_per_block", "new_kv_cache"}
     no_ops |= {"kv_magnitudes", "new_host_kv_cache", "offload_linear", "restore_linear"}
-    no_ops |= {"release_unused", "bind_thread"}
+    no_ops |= {"release_unused", "bind_thread", "linear_input"}
     no_ops |= {"memory_info", "close", "plan", "static_plans", "run_ahead", "capture", "prepare"}
     no_ops |= {"start_profiler", "stop_profiler"}
     names = {name for name, value in vars(CpuBackend).items() if callable(value)}

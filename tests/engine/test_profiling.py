@@ -179,7 +179,7 @@ def test_every_op_of_the_seam_is_a_range() -> None:
         "new_kv_cache", "new_host_kv_cache", "memory_info", "close", "start_profiler",
         "stop_profiler", "plan", "static_plans", "run_ahead", "capture", "prepare",
         "captures_on_demand",
-        "offload_linear", "restore_linear",
+        "offload_linear", "restore_linear", "linear_input",
         "release_unused", "bind_thread", "block_bits", "pack_quantized",
     }  # fmt: skip
     public = {name for name in vars(Backend) if not name.startswith("_")}
