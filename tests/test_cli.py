@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import io
 import json
 import os
@@ -23,7 +25,7 @@ import pytest
 
 import rawpaged
 from rawpaged import LLM, cli
-from rawpaged.cli import byte_size, main
+from rawpaged.cli import byte_size, main, rare_garbage_collection
 from rawpaged.config import EngineConfig
 from rawpaged.engine import loading
 from tests.server.client import complete, send
@@ -458,3 +460,11 @@ def test_the_environment_gives_the_api_key(monkeypatch: pytest.MonkeyPatch) -> N
 def test_plan_refuses(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", LLAMA, *flags]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_garbage_collection_is_as_before() -> None:
+    before = gc.get_threshold()
+    with contextlib.suppress(KeyError), rare_garbage_collection():
+        assert gc.get_threshold() != before
+        raise KeyError
+    assert gc.get_threshold() == before

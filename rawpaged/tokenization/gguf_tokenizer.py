@@ -55,10 +55,11 @@ def load_tokenizer_from_gguf(
 
 
 def _token_ids(vocabulary: GgufVocabulary) -> dict[str, int]:
+    pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
     return {
         token: token_id
-        for token_id, token in enumerate(vocabulary.tokens)
-        if vocabulary.has_text(token_id)
+        for token_id, (token, kind) in enumerate(pairs)
+        if token and kind is not TokenType.UNUSED
     }
 
 
@@ -67,12 +68,12 @@ def _byte_level_bpe(vocabulary: GgufVocabulary) -> tokenizers.Tokenizer:
     rules = find_pre_tokenizer(vocabulary.pre)
     token_ids = _token_ids(vocabulary)
     for index, (left, right) in enumerate(vocabulary.merges):
-        for token in (left, right, left + right):
-            if token not in token_ids:
-                raise CheckpointError(
-                    f"GGUF metadata tokenizer.ggml.merges[{index}]: {token!r:.80} is not among "
-                    "the tokens"
-                )
+        if left + right in token_ids and left in token_ids and right in token_ids:
+            continue
+        missing = next(each for each in (left, right, left + right) if each not in token_ids)
+        raise CheckpointError(
+            f"GGUF metadata tokenizer.ggml.merges[{index}]: {missing!r:.80} is not among the tokens"
+        )
     model = models.BPE(vocab=token_ids, merges=vocabulary.merges, ignore_merges=rules.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     if rules.nfc:

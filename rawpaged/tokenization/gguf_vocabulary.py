@@ -117,11 +117,11 @@ def _list(metadata: Mapping[str, object], key: str) -> list[object]:
 
 
 def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
-    strings = []
-    for index, value in enumerate(_list(metadata, key)):
-        if not isinstance(value, str):
-            raise _error(f"{key}[{index}]", f"must be a string, not {value!r:.40}")
-        strings.append(value)
+    values = _list(metadata, key)
+    strings = [value for value in values if isinstance(value, str)]
+    if len(strings) < len(values):
+        index, value = next((i, v) for i, v in enumerate(values) if not isinstance(v, str))
+        raise _error(f"{key}[{index}]", f"must be a string, not {value!r:.40}")
     return strings
 
 
@@ -161,12 +161,11 @@ def _types(
     known = {int(kind): kind for kind in TokenType}
     values = _list(metadata, "token_type")
     _check_length("token_type", len(values), num_tokens)
-    types = []
-    for index, value in enumerate(values):
-        kind = known.get(value) if isinstance(value, int) else None
-        if kind is None:
-            raise _error(f"token_type[{index}]", f"{value!r:.40} is none of {sorted(known)}")
-        types.append(kind)
+    types = [known[value] for value in values if isinstance(value, int) and value in known]
+    if len(types) < len(values):
+        for index, value in enumerate(values):
+            if not isinstance(value, int) or value not in known:
+                raise _error(f"token_type[{index}]", f"{value!r:.40} is none of {sorted(known)}")
     return types
 
 
@@ -182,12 +181,14 @@ def _scores(metadata: Mapping[str, object], num_tokens: int) -> list[float]:
 
 
 def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
-    merges = []
-    for index, merge in enumerate(_strings(metadata, "merges")):
-        left, _, right = merge.partition(" ")
-        if not left or not right or " " in right:
-            raise _error(f"merges[{index}]", f"{merge!r:.80} is not two tokens and a space")
-        merges.append((left, right))
+    lines = _strings(metadata, "merges")
+    splits = [merge.split(" ") for merge in lines]
+    merges = [(parts[0], parts[1]) for parts in splits if len(parts) == 2 and all(parts)]
+    if len(merges) < len(lines):
+        for index, parts in enumerate(splits):
+            if len(parts) != 2 or not all(parts):
+                complaint = f"{lines[index]!r:.80} is not two tokens and a space"
+                raise _error(f"merges[{index}]", complaint)
     _check_unique("merges", merges)
     return merges
 

@@ -66,12 +66,13 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.chat_templates = dict(chat_templates)
         """By name; "default" is the one for requests that name none."""
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the largest id; a model's output layer may be padded beyond it."""
         self.bos_token_id = self._id_of(special_tokens.bos_token)
         self.eos_token_id = self._id_of(special_tokens.eos_token)
         self._token_bytes = TokenBytes(backend, self.vocab_size)
-        self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self._longest_token = max(map(len, vocabulary), default=1)
         self._special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
