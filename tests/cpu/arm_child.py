@@ -4,8 +4,8 @@
 
 Engines over the tiny checkpoint in float32, and over both GGUF files, whose weights stay in blocks,
 with an FP8 and with a bfloat16 cache, go through all that a first request needs. Kernels are
-compiled as they are asked for, but none runs. OUT gets a line for each: name, bytes of machine code,
-fused vector multiplications, functions called.
+compiled as they are asked for, but none runs. OUT gets a line for each: its name, bytes of machine
+code, fused vector multiplications, functions called.
 """
 
 from __future__ import annotations
