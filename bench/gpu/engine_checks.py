@@ -38,6 +38,8 @@ def check_engine(target: Target, recorder: Recorder, sizes: Sizes) -> None:
         recorder.check("engine/prompt in chunks", {"dtype": dtype}, check)
     check = partial(_graphs_equal_eager, target)
     recorder.check("engine/graphs equal eager steps", {"dtype": "bfloat16"}, check)
+    check = partial(_overlapping_equal_others, target)
+    recorder.check("engine/overlapping steps equal others", {"dtype": "bfloat16"}, check)
     check = partial(_sleep_and_wake, target)
     recorder.check("engine/sleep and wake", {"level": 1, "dtype": "bfloat16"}, check)
 
@@ -57,7 +59,13 @@ class _Runner(RecordingRunner):
 
 
 def _engine(
-    target: Target, name: str, dtype: str, *, enforce_eager: bool, budget: int = 64
+    target: Target,
+    name: str,
+    dtype: str,
+    *,
+    enforce_eager: bool,
+    budget: int = 64,
+    async_scheduling: bool = False,
 ) -> tuple[Engine, _Runner]:
     checkpoint = open_checkpoint(str(TINY / name), progress=False)
     backend = CudaBackend(target.device, dtype=dtype)
@@ -71,6 +79,7 @@ def _engine(
         max_num_seqs=4,
         max_model_len=_MAX_MODEL_LEN,
         enforce_eager=enforce_eager,
+        async_scheduling=async_scheduling,
     )
     config = SchedulerConfig(
         num_blocks=_NUM_BLOCKS,
@@ -113,6 +122,21 @@ def _graphs_equal_eager(target: Target) -> None:
         logits.append(dict(runner.logits))
         engine.close()
     assert logits[0] == logits[1], "bits of logits differ"
+
+
+def _overlapping_equal_others(target: Target) -> None:
+    """Ids that stay on the device, and results that come through pinned memory."""
+    prompts = [[(7 * i + j) % 320 for j in range(length)] for i, length in enumerate((3, 20, 40))]
+    found = []
+    for async_scheduling in (True, False):
+        engine, runner = _engine(
+            target, "llama", "bfloat16", enforce_eager=False, async_scheduling=async_scheduling
+        )
+        requests = [request(str(i), p, max_tokens=4 + i) for i, p in enumerate(prompts)]
+        tokens = run(engine, requests)
+        found.append((tokens, runner.recorded()))
+        engine.close()
+    assert found[0] == found[1], "tokens or bits of logits differ"
 
 
 def _sleep_and_wake(target: Target) -> None:
