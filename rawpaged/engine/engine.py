@@ -5,54 +5,26 @@ Knows nothing of text, threads or HTTP. `rawpaged.engine.engine_thread` drives i
 
 from __future__ import annotations
 
-import logging
 import time
-import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from rawpaged.config import SchedulerConfig
-from rawpaged.engine.beam_groups import BeamGroups, BeamOutput
+from rawpaged.engine.beam_groups import BeamGroups
+from rawpaged.engine.engine_output import EngineOutput
 from rawpaged.engine.launched_step import StepResult
 from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.request_progress import RequestProgress
 from rawpaged.engine.sampler import NO_TOKEN, PositionLogprobs
+from rawpaged.engine.sleeping import check_may_sleep, wake_up
 from rawpaged.engine.stats import StatsLogger
 from rawpaged.engine.step_label import step_args, step_label
 from rawpaged.engine.step_recorder import StepRecorder
 from rawpaged.engine.step_run import StepRun
-from rawpaged.errors import (
-    BackendError,
-    CheckpointError,
-    InvalidRequestError,
-    SleepError,
-    count_of,
-)
 from rawpaged.request import FinishReason, Request, RequestGroup
 from rawpaged.scheduler.scheduler import Scheduler
 from rawpaged.tracing import Tracer
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """What one step brought one request; `finish_reason` on its last."""
-
-    request_id: str
-    token_id: int | None
-    """None when the request ended without a new token."""
-    logprobs: PositionLogprobs | None
-    prompt_logprobs: list[PositionLogprobs | None] | None
-    """Complete, with the first token, if they were asked for."""
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    num_cached_tokens: int
-    error: str | None = None
-    beams: tuple[BeamOutput, ...] | None = None
-    """What a beam search has found; then this is the output of all requests of its group, which
-    have ended, under the name of the first."""
 
 
 class Engine:
@@ -185,13 +157,7 @@ class Engine:
         Raises SleepError while there are requests, InvalidRequestError for another level than 1
         and 2.
         """
-        if level not in (1, 2):
-            raise InvalidRequestError(f"level must be 1 or 2, not {level}", "level")
-        if self._requests:
-            raise SleepError(
-                f"{count_of(len(self._requests), 'request')} running or waiting; sleep when all "
-                "have ended, or abort them"
-            )
+        check_may_sleep(level, len(self._requests))
         self._abandon()
         self.scheduler.reset_prefix_cache()
         self.runner.sleep(level)
@@ -201,17 +167,7 @@ class Engine:
 
         Raises BackendError or CheckpointError if that fails; then the engine is still asleep.
         """
-        try:
-            self.runner.wake_up()
-            return
-        except Exception as error:
-            # As text: a handler that keeps records must not keep what the frames hold.
-            logger.error("waking up failed\n%s", traceback.format_exc())
-            kind = CheckpointError if isinstance(error, CheckpointError) else BackendError
-            message = f"the engine could not wake up and sleeps on: {error}"
-        # Out of the handler, whose traceback holds what has been allocated.
-        self.runner.backend.release_unused()
-        raise kind(message)
+        wake_up(self.runner)
 
     def close(self) -> None:
         """Free the model and the KV pool. Requests must have been finished before."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rawpaged.engine.admission import Admission
-from rawpaged.engine.engine import Engine, EngineOutput
+from rawpaged.engine.engine import Engine
+from rawpaged.engine.engine_output import EngineOutput
 from rawpaged.engine.output_processor import OutputProcessor, Submission, sample_id
 from rawpaged.engine.profiling import Profile, ProfileOptions, Profiler
 from rawpaged.errors import (

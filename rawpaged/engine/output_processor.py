@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from rawpaged.engine.beam_groups import BeamOutput
-from rawpaged.engine.engine import EngineOutput
+from rawpaged.engine.engine_output import EngineOutput
 from rawpaged.engine.sample_output import SampleOutput, named_logprobs
 from rawpaged.errors import RequestFailedError
 from rawpaged.outputs import RequestOutput, TokenLogprobs

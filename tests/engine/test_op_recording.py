@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from rawpaged import LLM
 from rawpaged.backend import Backend, BatchMeta, KVCache
 from rawpaged.cpu.backend import CpuBackend
-from rawpaged.engine.engine import Engine, EngineOutput
+from rawpaged.engine.engine import Engine
+from rawpaged.engine.engine_output import EngineOutput
 from rawpaged.engine.op_recorder import RECORDED_OPS, OpRecorder
 from rawpaged.engine.op_recording import (
     MAX_FILE_BYTES,

@@ -16,7 +16,8 @@ import pytest
 
 from rawpaged import LLM, AsyncEngine, SamplingParams
 from rawpaged.backend import Backend
-from rawpaged.engine.engine import Engine, EngineOutput
+from rawpaged.engine.engine import Engine
+from rawpaged.engine.engine_output import EngineOutput
 from rawpaged.engine.profile_report import describe_profile
 from rawpaged.engine.profiling import Profile, ProfileOptions, Profiler
 from rawpaged.engine.step_label import step_args, step_label

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rawpaged.engine.engine import Engine, EngineOutput
+from rawpaged.engine.engine import Engine
+from rawpaged.engine.engine_output import EngineOutput
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.request import FinishReason, Request
 from rawpaged.tracing import RangeArgs, RangeKind, RangeRecorder, Tracer
@@ -247,6 +248,20 @@ def test_on_its_own_a_step_is_waited_for() -> None:
     engine.close()
 
 
+def short_request(name: str) -> Request:
+    return request(name, prompt(3, 6), max_tokens=3, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Heard:
+    """What a short request hears that has the engine to itself."""
+    client = Client(late_engine(), {})
+    client.add([short_request("a")])
+    heard = client.drain()["a"]
+    client.engine.close()
+    return heard
+
+
 def fail_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, method: str, *, after: int) -> None:
     """The runner's method raises, once, after so many calls that went well."""
     rightly: Callable[..., Any] = getattr(engine.runner, method)
@@ -267,18 +282,14 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, method: str, *, a
     [("launch_forward", 3), ("launch_sampling", 3), ("result", 3)],
 )
 def test_a_step_that_fails_under_way(
-    method: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    method: str, num_tokens: int, alone: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests and those of the step behind it fail; who waited is served."""
-    alone = Client(late_engine(), {})
-    alone.add([request("waits", prompt(3, 6), max_tokens=3, logprobs=1)])
-    expected = alone.drain()["waits"]
-    alone.engine.close()
     engine = late_engine(num_blocks=2)
     client = Client(engine, {})
     client.add([request("fails", prompt(1, 20), max_tokens=9)])
     client.step()
-    client.add([request("waits", prompt(3, 6), max_tokens=3, logprobs=1)])
+    client.add([short_request("waits")])
     assert engine.scheduler.num_running == 1
     fail_once(monkeypatch, engine, method, after=num_tokens if method == "result" else 2)
     heard = client.drain()
@@ -286,21 +297,17 @@ def test_a_step_that_fails_under_way(
     reason, _, error = heard["fails"].end
     assert reason is FinishReason.ERROR
     assert "out of memory in a step of 1 request," in error
-    assert heard["waits"] == expected
+    assert heard["waits"] == alone
     engine.close()
 
 
-def test_a_name_that_is_used_again_while_a_step_is_under_way() -> None:
-    alone = Client(late_engine(), {})
-    alone.add([request("a", prompt(4, 7), max_tokens=4, logprobs=1)])
-    expected = alone.drain()["a"]
-    alone.engine.close()
+def test_a_name_that_is_used_again_while_a_step_is_under_way(alone: Heard) -> None:
     client = Client(late_engine(), {})
     client.add([request("a", prompt(1, 5), max_tokens=9, prompt_logprobs=1)])
     client.step()
     assert client.engine.finish("a", FinishReason.ABORT) is not None
-    client.add([request("a", prompt(4, 7), max_tokens=4, logprobs=1)])
-    assert client.drain()["a"] == expected
+    client.add([short_request("a")])
+    assert client.drain()["a"] == alone
     client.engine.close()
 
 
