@@ -139,7 +139,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_unknown_tokens - self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -152,7 +152,7 @@ class Request:
     @property
     def num_missing_tokens(self) -> int:
         """Tokens to compute before it samples: at least its last one, for the logits."""
-        return max(1, self.num_tokens - self.num_computed_tokens)
+        return max(1, len(self.token_ids) + self.num_unknown_tokens - self.num_computed_tokens)
 
     @property
     def awaits_last_token(self) -> bool:

@@ -116,13 +116,14 @@ class Engine:
         """Of the next step; None if nothing can run."""
         with self.tracer.phase("schedule"):
             scheduled = self.scheduler.schedule()
-        if not scheduled.request_ids:
+        requests = {name: self._requests[name] for name in scheduled.request_ids}
+        if not requests:
             return None
         if self.tracer.is_on and scheduled.scheduled:
             self.tracer.describe_step(
-                step_label(scheduled, self._requests), step_args(scheduled, self._requests)
+                step_label(scheduled, requests), step_args(scheduled, requests)
             )
-        step = StepRun(self.runner, scheduled, self._requests)
+        step = StepRun(self.runner, scheduled, requests)
         now = time.monotonic()
         for item in scheduled.scheduled:
             self._progress[item.request_id].note_scheduled(now)
@@ -199,10 +200,9 @@ class Engine:
         self._recorder.record_step()
         return outputs
 
-    def _unfinished(self, step: StepRun, request_id: str) -> Request | None:
-        """The step's request of that name; None if it was finished since, whoever has it now."""
-        request = self._requests.get(request_id)
-        return request if request is step.requests[request_id] else None
+    def _is_unfinished(self, step: StepRun, request_id: str) -> bool:
+        """Whether the step's request of that name has not ended since, whoever has it now."""
+        return self._requests.get(request_id) is step.requests[request_id]
 
     def _fail(self, step: StepRun) -> list[EngineOutput]:
         """End every request of a failed step; those not in it go on.
@@ -213,7 +213,7 @@ class Engine:
         return [
             output
             for request_id in step.requests
-            if self._unfinished(step, request_id) is not None
+            if self._is_unfinished(step, request_id)
             and (output := self._fail_request(request_id, step.failure)) is not None
         ]
 
@@ -224,7 +224,7 @@ class Engine:
             output
             for request_id, token in result.sampled.items()
             if token.token_id == NO_TOKEN
-            and self._unfinished(step, request_id) is not None
+            and self._is_unfinished(step, request_id)
             and (output := self._fail_request(request_id, message)) is not None
         ]
 
@@ -257,7 +257,7 @@ class Engine:
         sampled = {
             request_id: token
             for request_id, token in result.sampled.items()
-            if self._unfinished(step, request_id) is not None
+            if self._is_unfinished(step, request_id)
         }
         for group in self._beams.advance(sampled):
             for request in group.requests:
@@ -284,15 +284,15 @@ class Engine:
 
     def _keep_prompt_logprobs(self, step: StepRun, result: StepResult) -> None:
         for request_id, by_position in result.prompt_logprobs.items():
-            if self._unfinished(step, request_id) is not None:
+            if self._is_unfinished(step, request_id):
                 self._progress[request_id].keep_prompt_logprobs(by_position)
 
     def _token_outputs(self, step: StepRun, result: StepResult) -> list[EngineOutput]:
         now = time.monotonic()
         outputs = []
         for request_id, token in result.sampled.items():
-            request = self._unfinished(step, request_id)
-            if request is not None and not request.group.lockstep:
+            request = step.requests[request_id]
+            if self._is_unfinished(step, request_id) and not request.group.lockstep:
                 self._progress[request_id].note_token(now)
                 outputs.append(self._output(request, token.token_id, token.logprobs))
         return outputs

@@ -30,3 +30,11 @@ class LaunchedStep:
     sampling: Sampling | None = None
     wait: Callable[[], None] | None = None
     """Where nothing is sampled, but the step is not over when it has been launched."""
+
+    def tokens(self) -> list[SampledToken]:
+        """Those that were sampled, by row; waits for the step."""
+        if self.sampling is not None:
+            return self.sampling.wait()
+        if self.wait is not None:
+            self.wait()
+        return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -289,12 +288,11 @@ class ModelRunner:
 
     def result(self, step: LaunchedStep) -> StepResult:
         """What the step has brought; waits for it, but not for what was launched after it."""
-        tokens = []
-        with self._tracer.phase("wait") if self.runs_ahead else nullcontext():
-            if step.sampling is not None:
-                tokens = step.sampling.wait()
-            elif step.wait is not None:
-                step.wait()
+        if self.runs_ahead:
+            with self._tracer.phase("wait"):
+                tokens = step.tokens()
+        else:
+            tokens = step.tokens()
         sampled = {
             request.request_id: token
             for request, token in zip(step.sampling_requests, tokens, strict=True)

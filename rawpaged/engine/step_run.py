@@ -27,9 +27,9 @@ class StepRun:
     def __init__(
         self, runner: ModelRunner, output: SchedulerOutput, requests: Mapping[str, Request]
     ) -> None:
-        """`requests` are all there are; the step's are kept, for their names may be used again."""
+        """`requests` are the step's, which keeps them: their names may be used again."""
         self.output = output
-        self.requests = {name: requests[name] for name in output.request_ids}
+        self.requests = requests
         self.failure: str | None = None
         self._runner = runner
         self._launched: LaunchedStep | None = None

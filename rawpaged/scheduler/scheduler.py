@@ -162,7 +162,8 @@ class Scheduler:
         ready = [
             request
             for request in members
-            if request.num_missing_tokens == 1 and not request.awaits_last_token
+            if request.num_missing_tokens == 1
+            and not (request.num_unknown_tokens and request.awaits_last_token)
         ]
         if members[0].waits_for_siblings:
             return ready if len(ready) == len(group.requests) <= budget else []

@@ -25,14 +25,16 @@ class Step:
         first_stored, length = request.num_computed_tokens, request.num_tokens
         start = min(first_stored, length - 1)
         end = start + num_tokens
-        known = request.token_ids
+        token_ids = tuple(request.token_ids[start:end])
+        if len(token_ids) < num_tokens:
+            token_ids += (UNKNOWN_TOKEN,)
         if first_stored < end:
             has_room = self._kv_cache_manager.allocate_slots(request, end - first_stored)
             assert has_room, f"no room for {num_tokens} tokens of {request.request_id}"
         self._scheduled.append(
             ScheduledRequest(
                 request.request_id,
-                (*known[start:end], *(UNKNOWN_TOKEN,) * (end - len(known))),
+                token_ids,
                 start,
                 self._kv_cache_manager.block_table(request.request_id, end),
                 samples=end == length,
