@@ -19,7 +19,7 @@ from rawpaged.cpu.block_kernel import NUMBERS_BYTES, BlockArithmetic, code_bytes
 from rawpaged.cpu.block_types import BLOCK
 from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.features import FEATURES
-from rawpaged.cpu.vector_ir import F32, I8, I32, LANES, V16F, V16I, VectorBuilder
+from rawpaged.cpu.vector_ir import F32, I8, I32, I64, LANES, V16F, V16I, VectorBuilder
 
 _SMALLEST = 2.0**-100
 _INFINITY = 0x7F800000
@@ -71,12 +71,13 @@ def _quantize(
         rounded = builder.fadd(builder.fmul(x, factor), magic)
         codes = builder.sub(builder.bitcast(rounded, V16I), build.constant(_MAGIC_BITS))
         small = builder.trunc(codes, _V16B)
-        codes = builder.sext(small, V16I)
         if arithmetic == "byte_dots":
             build.store(small, target, LANES * half)
+            total = _sum_of_bytes(build, small)
         else:
+            codes = builder.sext(small, V16I)
             build.store(builder.sitofp(codes, V16F), target, 64 * half, align=4)
-        total = build.call("llvm.vector.reduce.add.v16i32", I32, codes)
+            total = build.call("llvm.vector.reduce.add.v16i32", I32, codes)
         negative_sums.append(builder.neg(total))
     both = builder.add(*negative_sums)
     scaled_sum = builder.fmul(scale, builder.sitofp(builder.neg(both), F32))
@@ -104,3 +105,14 @@ def _scale(build: VectorBuilder, halves: list[Any]) -> tuple[Any, Any]:
     inverse = builder.fdiv(ir.Constant(F32, 127.0), largest)
     is_usable = builder.and_(is_large, is_finite)
     return scale, builder.select(is_usable, inverse, zero)
+
+
+def _sum_of_bytes(build: VectorBuilder, codes: Any) -> Any:
+    """Sum of sixteen signed bytes by PSADBW, which every processor with byte dots has."""
+    builder = build.builder
+    offset = 128
+    unsigned = builder.xor(codes, ir.Constant(_V16B, [-offset] * LANES))
+    zeros = ir.Constant(_V16B, [0] * LANES)
+    halves = build.call("llvm.x86.sse2.psad.bw", ir.VectorType(I64, 2), unsigned, zeros)
+    total = builder.add(*(builder.extract_element(halves, I32(lane)) for lane in range(2)))
+    return builder.sub(builder.trunc(total, I32), I32(LANES * offset))
