@@ -41,10 +41,11 @@ class RepeatedForward:
     def __call__(self, plan: AttentionPlan) -> None:
         assert plan.num_tokens <= self._max_num_tokens, f"{plan.num_tokens=} are too many"
         if self._kept is None or not _fits(self._kept, plan):
-            self._kept = kept = _room_for(plan, self._max_num_tokens)
+            room = _room_for(plan, self._max_num_tokens)
             self._recording = self._team.record(
-                lambda: self._forward(kept), num_rows=self._max_num_tokens
+                lambda: self._forward(room), num_rows=self._max_num_tokens
             )
+            self._kept = room
         for target, source in zip(_arrays(self._kept), _arrays(plan), strict=True):
             target[tuple(map(slice, source.shape))] = source
         self._recording.set_num_rows(plan.num_tokens)

@@ -102,6 +102,25 @@ def test_as_op_by_op(runner: ModelRunner) -> None:
     assert records == 3
 
 
+def test_a_pass_that_cannot_be_recorded_is_recorded_the_next_time(runner: ModelRunner) -> None:
+    """So that a step which ran out of memory does not spoil those after it."""
+    failures = [None, MemoryError("planted")]
+
+    def forward(plan: AttentionPlan) -> None:
+        failure = failures.pop() if failures else None
+        if failure is not None:
+            raise failure
+        runner.model.forward(plan, runner.kv_caches)
+
+    repeated = runner.backend.prepare(forward, MAX_NUM_TOKENS)
+    meta = batch(np.random.default_rng(2), [40, 3], 4)
+    with pytest.raises(MemoryError, match="planted"):
+        result(runner, repeated, meta)
+    expected = result(runner, lambda plan: runner.model.forward(plan, runner.kv_caches), meta)
+    for mine, own in zip(result(runner, repeated, meta), expected, strict=True):
+        np.testing.assert_array_equal(mine, own)
+
+
 def test_a_runner_records_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine("llama", num_threads=1)
     runner = engine.runner
