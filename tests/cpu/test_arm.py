@@ -35,6 +35,7 @@ def old_types(name: str) -> str:
     return OLD_TYPES[sum(name.encode()) % len(OLD_TYPES)]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not FEATURES.fma, reason="the host must allow for them, as ARM does")
 def test_every_kernel(tmp_path: Path) -> None:
     paths = [

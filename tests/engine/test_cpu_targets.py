@@ -21,9 +21,10 @@ from tests.engine.greedy_child import GreedyRunner
 from tests.engine.helpers import golden, recorded_logits, request, run, tiny_engine
 from tests.weights.builders import write_gguf
 
-pytestmark = pytest.mark.skipif(
-    not FEATURES.avx512f, reason="the host must be able to run all of them"
-)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not FEATURES.avx512f, reason="the host must be able to run all of them"),
+]
 
 TARGETS = {
     "plain": {"NUMBA_CPU_NAME": "x86-64"},

@@ -12,6 +12,7 @@ MOST_BYTES = 250_000_000
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="only Linux tells")
 def test_besides_weights_and_pool() -> None:
     command = [sys.executable, "-m", "tests.engine.resident_child", "model=smollm2-135m"]
