@@ -24,8 +24,12 @@ from numba import njit
 
 from rawpaged.backend import AttentionPlan, KVCache
 from rawpaged.cpu.arguments import RowsOf
+from rawpaged.cpu.attention_kernels import prefetch
 from rawpaged.cpu.attention_partition import make_partition
 from rawpaged.cpu.attention_work import (
+    FIRST,
+    HEAD,
+    LAST,
     MAX_SLOTS,
     PARTITION,
     TILE_ROWS,
@@ -99,6 +103,8 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
                 source = _head_of(q, first + row // group, head * group + row % group, head_dim)
                 _scale(queries[row], source, scale * key_scale[head])
             seen_from, seen_to = seen_partitions(tasks[task], positions, window)
+            if task + 1 < stop:
+                _prefetch_queries(q, tasks[task + 1], 4 * group * head_dim)
             states[0, :rows] = _ZERO
             if slot >= 0:
                 slot_states[slot : slot + last_partition - first_partition] = _ZERO
@@ -167,6 +173,14 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
 def _head_of(rows, token, head, head_dim):
     """f32[head_dim] of one token."""
     return row_of(rows, token)[head * head_dim : (head + 1) * head_dim]
+
+
+@njit(nogil=True)
+def _prefetch_queries(q, task, head_bytes):
+    """head_bytes are those of a token's query heads of a KV head."""
+    address = q.address + task[HEAD] * head_bytes
+    for token in range(task[FIRST], task[LAST]):
+        prefetch(address + token * q.stride, head_bytes)
 
 
 @njit(nogil=True)

@@ -38,8 +38,9 @@ MOST_ROWS, STRIP = (6, 4) if FEATURES.avx512f else (2, 2)
 """Rows and vectors of columns whose sums fit the registers."""
 
 
-_AT_ONCE = 4 if FEATURES.avx512f else 2
-"""Groups of keys whose scores are summed side by side: what it takes to hide latencies."""
+_AT_ONCE, _AT_ONCE_OF_FEW = (4, 8) if FEATURES.avx512f else (2, 2)
+"""Groups of keys whose scores are summed side by side: what it takes to hide latencies, and more
+where registers are left, as memory is faster when more groups are read at a time."""
 
 
 def make_score_kernel(arithmetic: Arithmetic) -> Callable[..., None]:
@@ -114,6 +115,25 @@ def copy_lower_halves(typingctx: Any, target: Any, source: Any, num_vectors: Any
     return types.void(*[types.intp] * 3), generate
 
 
+@intrinsic
+def prefetch(typingctx: Any, address: Any, num_bytes: Any) -> Any:
+    """prefetch(address, num_bytes > 0): the cache lines of a range that will be read soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, num_bytes = args
+        build = VectorBuilder(builder, fused=FEATURES.fma)
+
+        def line(index: Any, nothing: list[Any]) -> list[Any]:
+            build.prefetch(build.at(address, index, 64))
+            return nothing
+
+        num_lines = builder.sdiv(builder.add(num_bytes, I64(63)), I64(64))
+        build.loop(num_lines, [], line)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 2), generate
+
+
 def _following(build: VectorBuilder, ahead: Any, rows: int, number: int) -> list[Any]:
     """The groups to prefetch while `number` groups from entry `ahead` on are in use."""
     distances = _DISTANCES if rows <= _FEW_ROWS else _DISTANCES[-1:]
@@ -125,10 +145,11 @@ def _emit_scores(
     ahead: Any, count: Any, steps: Any, line_bytes: Any, ahead_bytes: Any, scores: Any,
     scores_stride: Any,
 ) -> None:  # fmt: skip
-    """The loops for so many rows: _AT_ONCE groups at a time, then half as many, down to one."""
+    """The loops for so many rows: some groups at a time, then half as many, down to one."""
     builder, products = build.builder, Products(build, arithmetic)
     q_rows = build.row_addresses(q, q_stride, rows)
     score_rows = build.row_addresses(scores, scores_stride, rows)
+    at_once = _AT_ONCE_OF_FEW if 8 * rows <= MOST_ROWS * _AT_ONCE else _AT_ONCE
 
     def some_groups(first: Any, number: int) -> None:
         keys = [build.load(build.at(groups, first, 8), I64, 8 * j) for j in range(number)]
@@ -148,13 +169,13 @@ def _emit_scores(
                 build.store(sums[row * number + j], target, 64 * j, align=4)
 
     def most_groups(index: Any, nothing: list[Any]) -> list[Any]:
-        some_groups(builder.mul(index, I64(_AT_ONCE)), _AT_ONCE)
+        some_groups(builder.mul(index, I64(at_once)), at_once)
         return nothing
 
-    whole = builder.sdiv(count, I64(_AT_ONCE))
+    whole = builder.sdiv(count, I64(at_once))
     with builder.if_then(builder.icmp_signed(">", whole, I64(0))):
         build.loop(whole, [], most_groups)
-    number = _AT_ONCE // 2
+    number = at_once // 2
     while number:
         with builder.if_then(builder.trunc(builder.udiv(count, I64(number)), I1)):
             some_groups(builder.and_(count, I64(-2 * number)), number)
