@@ -24,7 +24,7 @@ from numba import njit
 
 from rawpaged.backend import AttentionPlan, KVCache
 from rawpaged.cpu.arguments import RowsOf
-from rawpaged.cpu.attention_kernels import prefetch
+from rawpaged.cpu.attention_kernels import MOST_ROWS, prefetch
 from rawpaged.cpu.attention_partition import make_partition
 from rawpaged.cpu.attention_work import (
     FIRST,
@@ -84,8 +84,8 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
         width = cache_values.shape[3]
         capacity = max(TILE_ROWS, group)
         queries = np.empty((capacity, head_dim), element)
-        scores = np.empty((capacity, PARTITION + LANES), np.float32)
-        weights = np.empty((capacity, PARTITION + LANES), element)
+        scores = np.empty((MOST_ROWS, PARTITION + LANES), np.float32)
+        weights = np.empty((MOST_ROWS, PARTITION + LANES), element)
         values = np.empty((2, capacity, width), np.float32)
         states = np.empty((2, capacity, 2), np.float32)
         bounds = np.empty((capacity, 2), np.int64)

@@ -37,7 +37,8 @@ def make_partition(arithmetic: Arithmetic) -> Any:
         A row sees the keys [bounds[row, 0], bounds[row, 1]) of the partition; if that is none, its
         state is zeros. groups[0] are the addresses of the groups of keys, groups[1] those of
         values, `ahead` those of what to prefetch. layout: bytes of a line of keys, and of a line to
-        prefetch; values to prefetch are smaller by 2 ** layout[2].
+        prefetch; values to prefetch are smaller by 2 ** layout[2]. scores and weights are room
+        for MOST_ROWS rows, which stays in the first-level cache.
         """
         rows = values.shape[0]
         count = (end + LANES - 1) // LANES
@@ -56,24 +57,24 @@ def make_partition(arithmetic: Arithmetic) -> Any:
                 queries.shape[1] * queries.itemsize // bytes_of_step,
                 layout[0],
                 layout[1],
-                scores.ctypes.data + low * scores.strides[0],
+                scores.ctypes.data,
                 scores.strides[0],
             )
             for row in range(low, high):
                 if bounds[row, 0] < bounds[row, 1]:
                     run_softmax(
-                        weights.ctypes.data + row * weights.strides[0],
-                        scores.ctypes.data + row * scores.strides[0],
+                        weights.ctypes.data + (row - low) * weights.strides[0],
+                        scores.ctypes.data + (row - low) * scores.strides[0],
                         bounds[row, 0],
                         bounds[row, 1],
                         count,
                         states.ctypes.data + row * states.strides[0],
                     )
                 else:
-                    weights[row, : LANES * count] = 0
+                    weights[row - low, : LANES * count] = 0
                     states[row] = _ZERO
             add_values(
-                values[low:high], weights[low:high], groups[1], ahead[1], layout[2], end, odd_line
+                values[low:high], weights, groups[1], ahead[1], layout[2], end, odd_line
             )
 
     return njit(nogil=True)(set_variant(attend, arithmetic))

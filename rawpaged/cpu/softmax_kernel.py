@@ -28,17 +28,19 @@ def make_softmax_kernel(*, bfloat16: bool) -> Callable[..., None]:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights, scores, low, high, num_vectors, state = args
         build = VectorBuilder(builder, fused=FEATURES.fma)
-        all_seen = builder.and_(
-            builder.icmp_signed("<=", low, I64(0)),
-            builder.icmp_signed(">=", high, builder.mul(num_vectors, I64(LANES))),
-        )
-        with builder.if_else(all_seen) as (whole, part):
-            with whole:
-                row = _Row(build, scores, None)
-                _emit(build, row, weights, num_vectors, state, bfloat16)
-            with part:
-                row = _Row(build, scores, (low, high))
-                _emit(build, row, weights, num_vectors, state, bfloat16)
+        row = _Row(build, scores, weights, low, high, bfloat16=bfloat16)
+        seen = builder.ashr(high, I64(4))  # vectors of which all is seen if the first is
+        from_start = builder.icmp_signed("<=", low, I64(0))
+        whole = builder.and_(from_start, builder.icmp_signed(">=", seen, num_vectors))
+        begins = builder.and_(from_start, builder.icmp_signed(">", seen, I64(0)))
+        with builder.if_else(whole) as (all_seen, some_seen):
+            with all_seen:
+                _emit(build, row, [(I64(0), num_vectors, False)], state)
+            with some_seen, builder.if_else(begins) as (first_seen, any_seen):
+                with first_seen:
+                    _emit(build, row, [(I64(0), seen, False), (seen, num_vectors, True)], state)
+                with any_seen:
+                    _emit(build, row, [(I64(0), num_vectors, True)], state)
         return context.get_dummy_value()
 
     def typer(
@@ -51,23 +53,30 @@ def make_softmax_kernel(*, bfloat16: bool) -> Callable[..., None]:
 
 
 class _Row:
-    """Scores, all of them or a range."""
+    """Scores of a row, of which those in a range count, and its weights."""
 
-    def __init__(self, build: VectorBuilder, scores: Any, bounds: tuple[Any, Any] | None) -> None:
+    def __init__(
+        self,
+        build: VectorBuilder,
+        scores: Any,
+        weights: Any,
+        low: Any,
+        high: Any,
+        *,
+        bfloat16: bool,
+    ) -> None:
         self._build = build
         self._scores = scores
-        self._bounds = bounds and [
-            build.broadcast(build.builder.trunc(bound, I32)) for bound in bounds
-        ]
+        self._weights = weights
+        self._bounds = [build.broadcast(build.builder.trunc(bound, I32)) for bound in (low, high)]
+        self._bfloat16 = bfloat16
 
     def load(self, index: Any) -> Any:
-        """Vector `index`."""
+        """Vector `index` of the scores."""
         return self._build.load(self._build.at(self._scores, index, 4 * LANES), V16F, align=4)
 
     def keep(self, index: Any, vector: Any, other: Any) -> Any:
         """Those of its elements that count, and `other` elsewhere."""
-        if self._bounds is None:
-            return vector
         build, builder = self._build, self._build.builder
         low, high = self._bounds
         first = build.broadcast(builder.trunc(builder.mul(index, I64(LANES)), I32))
@@ -77,32 +86,71 @@ class _Row:
         )
         return builder.select(counts, vector, other)
 
+    def store(self, index: Any, weight: Any) -> None:
+        """Vector `index` of the weights."""
+        build = self._build
+        if self._bfloat16:
+            halves = build.builder.fptrunc(weight, ir.VectorType(BFloat(), LANES))
+            build.store(halves, build.at(self._weights, index, 2 * LANES), align=2)
+        else:
+            build.store(weight, build.at(self._weights, index, 4 * LANES), align=4)
 
-def _emit(
-    build: VectorBuilder, row: _Row, weights: Any, num_vectors: Any, state: Any, bfloat16: bool
-) -> None:
-    """Both passes over a row."""
-    builder = build.builder
-    nothing = build.float_constant(_NOTHING)
 
-    def largest(index: Any, most: list[Any]) -> list[Any]:
-        return [larger(builder, row.keep(index, row.load(index), nothing), most[0])]
+Span = tuple[Any, Any, bool]
+"""Vectors [first, last), at least one, and whether some of their elements do not count."""
 
-    most = build.fold(build.loop(num_vectors, [nothing], largest)[0], larger)
+
+def _emit(build: VectorBuilder, row: _Row, spans: list[Span], state: Any) -> None:
+    """Both passes over a row, whose vectors the spans make up."""
+    most = build.float_constant(_NOTHING)
+    for first, last, is_part in spans:
+        most = _emit_largest(build, row, first, last, is_part, most)
+    most = build.fold(most, larger)
     every_most = build.broadcast(most)
+    total = build.zeros()
+    for first, last, is_part in spans:
+        total = _emit_weights(build, row, first, last, is_part, every_most, total)
+    build.store(most, state, align=4)
+    build.store(build.fold(total, ir.IRBuilder.fadd), state, 4, align=4)
 
-    def weigh(index: Any, total: list[Any]) -> list[Any]:
+
+def _emit_largest(
+    build: VectorBuilder, row: _Row, first: Any, last: Any, is_part: bool, most: Any
+) -> Any:
+    """The larger of `most` and the scores of a span."""
+    builder = build.builder
+
+    def largest(number: Any, most: list[Any]) -> list[Any]:
+        index = builder.add(first, number)
+        scores = row.load(index)
+        if is_part:
+            scores = row.keep(index, scores, build.float_constant(_NOTHING))
+        return [larger(builder, scores, most[0])]
+
+    return build.loop(builder.sub(last, first), [most], largest)[0]
+
+
+def _emit_weights(
+    build: VectorBuilder,
+    row: _Row,
+    first: Any,
+    last: Any,
+    is_part: bool,
+    every_most: Any,
+    total: Any,
+) -> Any:
+    """Store the weights of a span; `total` with them added."""
+    builder = build.builder
+
+    def weigh(number: Any, total: list[Any]) -> list[Any]:
+        index = builder.add(first, number)
         x = builder.fsub(row.load(index), every_most)
         # NaN, the second operand, stays.
         x = larger(builder, build.float_constant(_LOWEST), x)
-        weight = row.keep(index, build.power_of_two(x), build.zeros())
-        if bfloat16:
-            halves = builder.fptrunc(weight, ir.VectorType(BFloat(), LANES))
-            build.store(halves, build.at(weights, index, 2 * LANES), align=2)
-        else:
-            build.store(weight, build.at(weights, index, 4 * LANES), align=4)
+        weight = build.power_of_two(x)
+        if is_part:
+            weight = row.keep(index, weight, build.zeros())
+        row.store(index, weight)
         return [builder.fadd(total[0], weight)]
 
-    total = build.fold(build.loop(num_vectors, [build.zeros()], weigh)[0], ir.IRBuilder.fadd)
-    build.store(most, state, align=4)
-    build.store(total, state, 4, align=4)
+    return build.loop(builder.sub(last, first), [total], weigh)[0]
