@@ -35,8 +35,9 @@ HF_LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FREQS = "rope_freqs.weight"
-_DECODED_ROW_BYTES = 4096
-"""The gguf library decodes 16 rows at a time; with rows about so long it takes half the time."""
+_DECODED_ROWS, _DECODED_ROW_BYTES = 16, 4096
+"""The gguf library decodes 16 rows at a time; with rows about so long it takes half the time. Given
+more rows it keeps two copies of the result for a while."""
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
 _SCALE_NAME = re.compile(r".+\.(scale|input_scale)")
 
@@ -247,13 +248,19 @@ def _decode(rows: npt.NDArray[Any], type_id: int) -> npt.NDArray[Any]:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    folded = rows
-    if rows.size:
-        folded = rows.reshape(-1, rows.shape[-1])
-        while 2 * folded.shape[1] <= _DECODED_ROW_BYTES and len(folded) % 2 == 0:
-            folded = folded.reshape(len(folded) // 2, -1)
-    decoded: npt.NDArray[Any] = dequantize(folded, GGMLQuantizationType(type_id))
-    return decoded.reshape((*rows.shape[:-1], -1)) if rows.size else decoded
+    kind = GGMLQuantizationType(type_id)
+    if not rows.size:
+        empty: npt.NDArray[Any] = dequantize(rows, kind)
+        return empty
+    folded = rows.reshape(-1, rows.shape[-1])
+    while 2 * folded.shape[1] <= _DECODED_ROW_BYTES and len(folded) % 2 == 0:
+        folded = folded.reshape(len(folded) // 2, -1)
+    _, block_size, block_bytes = _types()[type_id]
+    decoded = np.empty((len(folded), folded.shape[1] // block_bytes * block_size), np.float32)
+    for first in range(0, len(folded), _DECODED_ROWS):
+        part = slice(first, first + _DECODED_ROWS)
+        decoded[part] = dequantize(folded[part], kind)
+    return decoded.reshape((*rows.shape[:-1], -1))
 
 
 @cache
