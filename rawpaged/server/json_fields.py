@@ -22,6 +22,17 @@ _KEY_END = re.compile(rb'"[ \t\r\n]*:')
 _NO_OBJECT = re.compile(r"Expected `object`, got (?P<kind>`\w+`)")
 
 
+_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_TYPE = re.compile(r"\b(?:str|int|float|bool)\b")
+
+
+def in_json_words(text: str) -> str:
+    """msgspec's complaint about a type, with types named as JSON has them."""
+    if not text.startswith("Expected `"):
+        return text
+    return _TYPE.sub(lambda match: _TYPES[match[0]], text)
+
+
 def decode_fields(body: bytes) -> dict[str, Any]:
     """The JSON object's fields.
 
@@ -49,7 +60,7 @@ def shown_name(name: str) -> str:
 
 
 def _explain(body: bytes, error: Exception, name: str | None) -> InvalidRequestError:
-    if match := _NO_OBJECT.fullmatch(str(error)):
+    if match := _NO_OBJECT.fullmatch(in_json_words(str(error))):
         return InvalidRequestError(f"the body must be a JSON object, not {match['kind']}")
     if found := _find_no_number(body):
         name, word = found

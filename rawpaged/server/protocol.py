@@ -11,7 +11,7 @@ import msgspec
 
 from rawpaged.errors import InvalidRequestError
 from rawpaged.sampling_params import RequestOutputKind, SamplingParams
-from rawpaged.server.json_fields import decode_fields, shown_name
+from rawpaged.server.json_fields import decode_fields, in_json_words, shown_name
 
 MAX_CHOICES = 2048
 """Samples of one HTTP request: prompts times n."""
@@ -288,7 +288,7 @@ def _explain(text: str) -> InvalidRequestError:
     """msgspec's text, with the place in front, as an error that names the top-level field."""
     field = path = None
     if match := _PATH.fullmatch(text):
-        text, field, path = match["text"], match["field"], match["path"]
+        text, field, path = in_json_words(match["text"]), match["field"], match["path"]
         if match["key"]:
             text = f"keys: {text}"
     if match := _MISSING.fullmatch(text):

@@ -296,6 +296,21 @@ def test_json_that_readers_differ_in(body: bytes, param: str | None, words: str)
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"n": "x", "prompt": ""}', "n: Expected `integer | null`, got `string`"),
+        (b'{"prompt": [[true]]}', "prompt[0][0]: Expected `integer`, got `boolean`"),
+        (b'{"prompt": "", "top_p": {}}', "top_p: Expected `number | null`, got `object`"),
+        (b"5", "the body must be a JSON object, not `integer`"),
+    ],
+)
+def test_types_are_named_as_json_has_them(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(body, CompletionRequest)
+    assert str(caught.value) == message
+
+
 def test_strings_that_look_like_names() -> None:
     body = b'{"prompt": "\\"n\\": 1, \\"n\\": 2", "logit_bias": {"1": 1, "2": 1}, "n": 3}'
     parsed = parse_body(body, CompletionRequest)
