@@ -422,7 +422,7 @@ def test_parsing_raises_nothing_else(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("body", "kind"),
-    [(b"[]", "`array`"), (b"1", "`int`"), (b'"a"', "`str`"), (b"null", "`null`")],
+    [(b"[]", "`array`"), (b"1", "`integer`"), (b'"a"', "`string`"), (b"null", "`null`")],
 )
 def test_body_of_another_kind(body: bytes, kind: str) -> None:
     with pytest.raises(InvalidRequestError) as info:
