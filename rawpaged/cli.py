@@ -141,7 +141,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         },
         "load_format": {"choices": LOAD_FORMATS, "help": "dummy: random weights, for benchmarks"},
         "max_model_len": {"type": int, "help": "longest request in tokens, prompt and output"},
-        "block_size": {"type": int, "help": "tokens in a KV block"},
+        "block_size": {
+            "type": int,
+            "help": "tokens in a KV block, a multiple of 16 on a CPU",
+        },
         "num_gpu_blocks_override": {"type": int, "help": "number of KV blocks, on any device"},
         "kv_cache_memory_bytes": {"type": byte_size, "help": "memory of the KV pool, say 4GiB"},
         "gpu_memory_utilization": {"type": float, "help": "share of a GPU's memory to use in all"},
@@ -312,7 +315,8 @@ def _serve(args: argparse.Namespace) -> int:
     names = args.served_model_name or [config.model]
 
     def on_ready(url: str) -> None:
-        print(_ready_text(url, names[0], args.api_key is not None), flush=True)
+        text = _ready_text(url, names[0], args.api_key is not None, loaded.max_model_len)
+        print(text, flush=True)
 
     with rare_garbage_collection():
         from rawpaged.engine.async_engine import AsyncEngine
@@ -355,13 +359,14 @@ def rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _ready_text(url: str, name: str, with_key: bool) -> str:
+def _ready_text(url: str, name: str, with_key: bool, max_model_len: int) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     body = json.dumps(
         {
             "model": name,
             "messages": [{"role": "user", "content": "Say hello."}],
-            "max_tokens": 64,
+            # Where there may be no room for so many, those that are left.
+            **({"max_tokens": 64} if max_model_len >= 256 else {}),
             "temperature": 0,
         }
     )

@@ -29,5 +29,9 @@ install_package() {
         echo "'$python -m venv' failed; on Debian: apt-get install python3-venv" >&2
         return 1
     fi
-    "$venv/bin/python" -m pip install --quiet --editable "$root${extra:+[$extra]}"
+    "$venv/bin/python" -m pip install --quiet --editable "$root${extra:+[$extra]}" || return 1
+    # In the folder that holds the checkout, `import rawpaged` would find the checkout instead of
+    # the package in it: what pip leaves is asked after folders, a path is one of them.
+    echo "$root" >"$("$venv/bin/python" -c \
+        'import sysconfig; print(sysconfig.get_path("purelib"))')/rawpaged-checkout.pth"
 }

@@ -25,7 +25,7 @@ import pytest
 
 import rawpaged
 from rawpaged import LLM, cli
-from rawpaged.cli import byte_size, main, rare_garbage_collection
+from rawpaged.cli import _ready_text, byte_size, main, rare_garbage_collection
 from rawpaged.config import EngineConfig
 from rawpaged.engine import loading
 from tests.server.client import complete, send
@@ -403,6 +403,12 @@ def test_serve(model: str, number: signal.Signals) -> None:
         _, err = child.communicate(timeout=5)
         assert child.returncode == 0
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("max_model_len", "there"), [(255, False), (256, True)])
+def test_what_is_to_be_tried_fits_the_context(max_model_len: int, there: bool) -> None:
+    text = _ready_text("http://127.0.0.1:1", "m", False, max_model_len)
+    assert ('"max_tokens": 64' in text) == there
 
 
 def test_the_curl_line_works(model: str) -> None:

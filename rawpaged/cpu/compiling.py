@@ -19,6 +19,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,5 +135,20 @@ class _EntryCache(FunctionCache):
         super().__init__(function)  # type: ignore[no-untyped-call]
         self._variant = variant
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The kept code; None, after word of it the first time, if it has to be compiled."""
+        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is None:
+            _say_what_takes_long()
+        return found
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return _SOURCES, self._variant, sig, codegen.magic_tuple()
+
+
+@cache
+def _say_what_takes_long() -> None:
+    logger.warning(
+        "compiling CPU kernels, for up to a minute; they are kept for the next time that the same "
+        "types of weights and KV cache are used"
+    )

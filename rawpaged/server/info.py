@@ -9,6 +9,7 @@ import rawpaged
 from rawpaged.server import metrics
 from rawpaged.server.body import json_response
 from rawpaged.server.context import CONTEXT, ServerContext
+from rawpaged.server.errors import RETRY_AFTER_SECONDS
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -51,7 +52,9 @@ async def show_health(request: web.Request) -> web.Response:
     """200 while the engine lives, asleep or not; 503 once it died or the server shuts down."""
     context = request.app[CONTEXT]
     if not context.admission.is_open:
-        return json_response(Health("unavailable"), status=503)
+        response = json_response(Health("unavailable"), status=503)
+        response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+        return response
     # Who restarts servers that are not healthy must leave one alone that sleeps on purpose.
     return json_response(Health("sleeping" if context.engine.is_sleeping else "ok"))
 

@@ -33,14 +33,20 @@ def test_an_entry_for_each_set_of_kinds() -> None:
     assert kernel.num_entries == 3
 
 
-def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(compiling, "_CACHE_DIR", str(tmp_path))
     hits = []
-    for _ in range(2):
+    for first in (True, False):
+        compiling._say_what_takes_long.cache_clear()
+        caplog.clear()
         kernel = Kernel(_double)
         run(kernel, np.ones(2))
         run(kernel, np.ones(2, np.float32))
         hits.append([entry.cache_hits for entry in kernel._entries.values()])
+        # Said once, and only if something takes long.
+        assert ["compiling" in record.message for record in caplog.records] == [True] * first
     assert hits == [[0, 0], [1, 1]]
     # An index and machine code for each of the kinds.
     assert len(list(tmp_path.rglob("*_double*.nbi"))) == 2

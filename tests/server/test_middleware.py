@@ -215,6 +215,7 @@ def test_closed_engine() -> None:
         assert answer.status == 503
         assert int(answer.headers["Retry-After"]) > 0
         engine.close()
+        assert int(send(server.url, "GET", "/health").headers["Retry-After"]) > 0
         for answer in (complete(server.url), chat(server.url, stream=True)):
             assert answer.status == 503
             assert answer.error["code"] == "service_unavailable"
