@@ -36,7 +36,7 @@ from rawpaged.server.app import create_app
 from rawpaged.server.metrics import PrometheusStats
 from rawpaged.server.run import serve_forever
 
-KERNELS, RECORDING = "kernels", "recording"
+KERNELS, RECORDING, STEP = "kernels", "recording", "rest of step"
 _TIMED: tuple[tuple[type, str, str], ...] = (
     (ThreadTeam, "run", KERNELS),
     (ThreadTeam, "replay", KERNELS),
@@ -47,14 +47,14 @@ _TIMED: tuple[tuple[type, str, str], ...] = (
     (ModelRunner, "launch_forward", "batch"),
     (ModelRunner, "launch_sampling", "sampling"),
     (ModelRunner, "result", "sampling"),
-    (Engine, "step", "rest of step"),
+    (Engine, "step", STEP),
     (OutputProcessor, "process", "output"),
 )
 """A class, its method that is timed, and the part it counts for."""
 BETWEEN = "between steps"
 PARTS = (*dict.fromkeys(part for _, _, part in _TIMED), BETWEEN)
 
-_START_SECONDS = 300.0
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class PartsClock:
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if part == "rest of step" and not self._open:
+            if part == STEP and not self._open:
                 self._begin_step()
             # While calls are recorded none is made.
             is_other = threading.get_ident() != self._thread or self.first is None
@@ -209,14 +209,24 @@ def _served(config: EngineConfig) -> Iterator[_Server]:
                 shutdown_timeout=0,
             )
 
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        failures: list[Exception] = []
+
+        def run() -> None:
+            try:
+                asyncio.run(serve())
+            except Exception as error:  # told by the thread that waits
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="bench-server")
         thread.start()
         try:
-            if not ready.wait(_START_SECONDS):
-                raise TimeoutError("the server did not come up")
+            while not ready.wait(_POLL_SECONDS):
+                if failures:
+                    raise failures[0]
             yield _Server(urls[0], thread)
         finally:
-            loops[0].call_soon_threadsafe(ended.set)
+            if thread.is_alive():
+                loops[0].call_soon_threadsafe(ended.set)
             thread.join()
 
 

@@ -15,6 +15,7 @@ from bench.presets import PRESETS
 from bench.run import main
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.engine.engine import Engine
+from rawpaged.errors import ConfigError
 from tests.tiny import LLAMA, write_tokenizer
 
 
@@ -102,6 +103,17 @@ def test_parts_of_a_server_under_load(
     assert rows[0]["results"]["steps"] == 4 * 5
     assert rows[1]["results"]["steps"] < 4 * 5
     assert "outside kernels" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_come_up(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*args: object, **options: object) -> None:
+        raise ConfigError("no address is left")
+
+    monkeypatch.setattr("bench.breakdown.serve_forever", fail)
+    assert main(["breakdown", "--model", model, "--preset", "a", "--threads", "1"]) == 2
+    assert capsys.readouterr().err.endswith("error: no address is left\n")
 
 
 def test_a_load_that_cannot_run(model: str, capsys: pytest.CaptureFixture[str]) -> None:
