@@ -98,10 +98,7 @@ def summarize(case: OpCase, timing: Timing, peaks: Peaks) -> dict[str, Any]:
     bytes_per_s = case.num_bytes / timing.median
     flops_per_s = case.num_flops / timing.median
     return {
-        "calls": timing.calls,
-        "median_us": 1e6 * timing.median,
-        "min_us": 1e6 * timing.best,
-        "p95_us": 1e6 * timing.p95,
+        **timing.microseconds(),
         "bytes": case.num_bytes,
         "flops": case.num_flops,
         "gb_per_s": bytes_per_s / 1e9,

@@ -174,10 +174,7 @@ def _run(view: CallView, place: Place, options: ReplayOptions) -> dict[str, obje
     timing = place.time(view.call.op, calls, options.seconds)
     bytes_per_s, flops_per_s = work.num_bytes / timing.median, work.num_flops / timing.median
     return {
-        "calls": timing.calls,
-        "median_us": 1e6 * timing.median,
-        "min_us": 1e6 * timing.best,
-        "p95_us": 1e6 * timing.p95,
+        **timing.microseconds(),
         "bytes": work.num_bytes,
         "flops": work.num_flops,
         "gb_per_s": bytes_per_s / 1e9,

@@ -27,6 +27,15 @@ class Timing:
     best: float
     p95: float
 
+    def microseconds(self) -> dict[str, float]:
+        """The fields that a row has of it."""
+        return {
+            "calls": self.calls,
+            "median_us": 1e6 * self.median,
+            "min_us": 1e6 * self.best,
+            "p95_us": 1e6 * self.p95,
+        }
+
 
 def time_calls(calls: Sequence[Callable[[], object]], seconds: float) -> Timing:
     """Call them in turn for about `seconds`, at least five times in all.

@@ -97,10 +97,7 @@ def summarize(
     """Microseconds and rates; the share of the copy bandwidth where that is known."""
     bytes_per_s = work.num_bytes / timing.median
     return {
-        "calls": timing.calls,
-        "median_us": 1e6 * timing.median,
-        "min_us": 1e6 * timing.best,
-        "p95_us": 1e6 * timing.p95,
+        **timing.microseconds(),
         "bytes": work.num_bytes,
         "flops": work.num_flops,
         "gb_per_s": bytes_per_s / 1e9,
