@@ -30,6 +30,7 @@ BlockArithmetic = Literal["byte_dots", "floats"]
 NUMBERS_BYTES = 16
 """After the codes of a block of x: s, s * sum, -sum, and -sum of its second half."""
 
+_CACHE_LINE = 64
 _V16B = ir.VectorType(I8, HALF_PANEL)
 
 
@@ -46,25 +47,28 @@ def code_bytes(arithmetic: BlockArithmetic) -> int:
 def make_block_kernel(
     kind: BlockType, arithmetic: BlockArithmetic, most_rows: int
 ) -> Callable[..., None]:
-    """An intrinsic kernel(rows, x, x_stride, panel, steps, bias, out, out_stride) for njit code.
+    """An intrinsic for njit code, called like `make_panel_kernel`'s.
 
-    1 <= rows <= most_rows; x, panel, bias and out are addresses, strides bytes between rows; steps
-    >= 1 counts steps of the panel. bias and out are float32.
+    steps >= 1 counts steps of the panel. bias and out are float32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         build = VectorBuilder(builder, fused=FEATURES.fma)
         rows, *rest = args
         build.by_number(
-            rows, most_rows, lambda n: _BlockKernel(build, kind, arithmetic, n).build(*rest)
+            rows,
+            most_rows,
+            lambda n: _BlockKernel(build, kind, arithmetic, n, fetches=2 * n >= most_rows).build(
+                *rest
+            ),
         )
         return context.get_dummy_value()
 
     def typer(
         typingctx: Any, rows: Any, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any,
-        out: Any, out_stride: Any,
+        out: Any, out_stride: Any, ahead: Any, ahead_stride: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 8), generate
+        return types.void(*[types.intp] * 10), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
@@ -74,27 +78,40 @@ class _BlockKernel:
     """Emits one kernel."""
 
     def __init__(
-        self, build: VectorBuilder, kind: BlockType, arithmetic: BlockArithmetic, rows: int
+        self,
+        build: VectorBuilder,
+        kind: BlockType,
+        arithmetic: BlockArithmetic,
+        rows: int,
+        *,
+        fetches: bool,
     ) -> None:
         self._build = build
         self._kind = kind
         self._rows = rows
+        self._fetched_lines = -(-kind.step_bytes // 2 // _CACHE_LINE) if fetches else 0
         self._by_bytes = arithmetic == "byte_dots"
         self._code_bytes = code_bytes(arithmetic)
 
     def build(
-        self, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any, out: Any, out_stride: Any
-    ) -> None:
+        self, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any, out: Any, out_stride: Any,
+        ahead: Any, ahead_stride: Any,
+    ) -> None:  # fmt: skip
         build, kind = self._build, self._kind
+        # Of each half of the panel.
+        ahead_stride = build.builder.lshr(ahead_stride, I64(1))
         x_rows = build.row_addresses(x, x_stride, self._rows)
         out_rows = build.row_addresses(out, out_stride, self._rows)
         half_bytes = build.builder.mul(steps, I64(kind.step_bytes))
 
         def half(index: Any, _: list[Any]) -> list[Any]:
             first = build.at(panel, index, half_bytes)
+            fetched = build.at(ahead, build.builder.mul(index, steps), ahead_stride)
             start = build.load(build.at(bias, index, LINE_BYTES), V16F, align=4)
 
             def step(number: Any, sums: list[Any]) -> list[Any]:
+                for line in range(self._fetched_lines):
+                    build.prefetch(build.at(fetched, number, ahead_stride), _CACHE_LINE * line)
                 return self._step(x_rows, build.at(first, number, kind.step_bytes), number, sums)
 
             for row, total in zip(

@@ -192,6 +192,7 @@ def make_linear_kernel(
     def linear_panels(out, x, panels, bias, start, stop):
         """out = x @ W.T + bias for items [start, stop): panels times blocks of rows."""
         steps = panels.shape[1]
+        panel_bytes = panels.strides[0]
         num_blocks = (x.num_rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
         scratch = np.empty((most_rows, PANEL), np.float32)
         for item in range(start, stop):
@@ -201,6 +202,13 @@ def make_linear_kernel(
             column = panel * PANEL
             columns = min(PANEL, out.columns - column)
             num_tiles = (rows + most_rows - 1) // most_rows
+            # All tiles but the first find the panel in the cache, and memory would be idle. What
+            # this thread will read next is fetched then; the next part may be another thread's.
+            next_panel = panel
+            fetched = 0
+            if num_tiles > 1 and item + 1 < stop and item % num_blocks == num_blocks - 1:
+                next_panel = panel + 1
+                fetched = panel_bytes // num_tiles
             for tile in range(num_tiles):
                 low = first + rows * tile // num_tiles
                 high = first + rows * (tile + 1) // num_tiles
@@ -218,6 +226,8 @@ def make_linear_kernel(
                     bias[column:].ctypes.data,
                     target,
                     stride,
+                    panels[next_panel].ctypes.data + tile * fetched,
+                    fetched // steps,
                 )
                 if columns < PANEL:
                     for row in range(low, high):

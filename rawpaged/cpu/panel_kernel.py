@@ -27,23 +27,32 @@ _LINE_BYTES = 4 * PANEL
 
 
 def make_panel_kernel(arithmetic: Arithmetic, most_rows: int) -> Callable[..., None]:
-    """An intrinsic kernel(rows, x, x_stride, panel, steps, bias, out, out_stride) for njit code.
+    """An intrinsic for njit code.
 
-    1 <= rows <= most_rows; x, panel, bias and out are addresses, strides bytes between rows; steps
-    >= 1 counts k, or pairs of k where the panel is in pairs. bias and out are float32.
+        kernel(rows, x, x_stride, panel, steps, bias, out, out_stride, ahead, ahead_stride)
+
+    1 <= rows <= most_rows; x, panel, bias, out and ahead are addresses, strides bytes between rows;
+    steps >= 1 counts k, or pairs of k where the panel is in pairs. bias and out are float32.
+
+    With at least most_rows / 2 rows each step fetches what will be read later: ahead_stride bytes,
+    at most half a step's weights, from ahead + step * ahead_stride on.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         build = VectorBuilder(builder, fused=FEATURES.fma)
         rows, *rest = args
-        build.by_number(rows, most_rows, lambda count: _emit(build, arithmetic, count, *rest))
+
+        def emit(count: int) -> None:
+            _emit(build, arithmetic, count, *rest, fetches=2 * count >= most_rows)
+
+        build.by_number(rows, most_rows, emit)
         return context.get_dummy_value()
 
     def typer(
         typingctx: Any, rows: Any, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any,
-        out: Any, out_stride: Any,
+        out: Any, out_stride: Any, ahead: Any, ahead_stride: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 8), generate
+        return types.void(*[types.intp] * 10), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
@@ -51,7 +60,8 @@ def make_panel_kernel(arithmetic: Arithmetic, most_rows: int) -> Callable[..., N
 
 def _emit(
     build: VectorBuilder, arithmetic: Arithmetic, rows: int, x: Any, x_stride: Any, panel: Any,
-    steps: Any, bias: Any, out: Any, out_stride: Any,
+    steps: Any, bias: Any, out: Any, out_stride: Any, ahead: Any, ahead_stride: Any, *,
+    fetches: bool,
 ) -> None:  # fmt: skip
     """The loop for so many rows."""
     products = Products(build, arithmetic)
@@ -60,6 +70,8 @@ def _emit(
 
     def step(index: Any, sums: list[Any]) -> list[Any]:
         line = build.at(panel, index, _LINE_BYTES)
+        if fetches:
+            build.prefetch(build.at(ahead, index, ahead_stride))
         places = [build.at(row, index, x_bytes_of_step(arithmetic)) for row in x_rows]
         return products.step(places, [products.load(line, j) for j in range(VECTORS)], sums)
 
