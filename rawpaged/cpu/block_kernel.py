@@ -32,6 +32,10 @@ NUMBERS_BYTES = 16
 
 _CACHE_LINE = 64
 _V16B = ir.VectorType(I8, HALF_PANEL)
+_CACHE_LINE = 64
+_FETCHED_AHEAD = (4096, 6144)
+"""Bytes ahead at which lines of a panel are fetched: past its end the next one follows. Twice, as
+the processor drops a fetch when too many are under way."""
 
 
 def best_block_arithmetic(features: CpuFeatures = FEATURES) -> BlockArithmetic:
@@ -49,18 +53,15 @@ def make_block_kernel(
 ) -> Callable[..., None]:
     """An intrinsic for njit code, called like `make_panel_kernel`'s.
 
-    steps >= 1 counts steps of the panel. bias and out are float32.
+    steps >= 1 counts steps of the panel. bias and out are float32. What lies ahead of the panel is
+    fetched in any case, so `ahead` and `ahead_stride` are not needed.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         build = VectorBuilder(builder, fused=FEATURES.fma)
         rows, *rest = args
         build.by_number(
-            rows,
-            most_rows,
-            lambda n: _BlockKernel(build, kind, arithmetic, n, fetches=2 * n >= most_rows).build(
-                *rest
-            ),
+            rows, most_rows, lambda n: _BlockKernel(build, kind, arithmetic, n).build(*rest)
         )
         return context.get_dummy_value()
 
@@ -78,18 +79,11 @@ class _BlockKernel:
     """Emits one kernel."""
 
     def __init__(
-        self,
-        build: VectorBuilder,
-        kind: BlockType,
-        arithmetic: BlockArithmetic,
-        rows: int,
-        *,
-        fetches: bool,
+        self, build: VectorBuilder, kind: BlockType, arithmetic: BlockArithmetic, rows: int
     ) -> None:
         self._build = build
         self._kind = kind
         self._rows = rows
-        self._fetched_lines = -(-kind.step_bytes // 2 // _CACHE_LINE) if fetches else 0
         self._by_bytes = arithmetic == "byte_dots"
         self._code_bytes = code_bytes(arithmetic)
 
@@ -97,21 +91,17 @@ class _BlockKernel:
         self, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any, out: Any, out_stride: Any,
         ahead: Any, ahead_stride: Any,
     ) -> None:  # fmt: skip
+        del ahead, ahead_stride
         build, kind = self._build, self._kind
-        # Of each half of the panel.
-        ahead_stride = build.builder.lshr(ahead_stride, I64(1))
         x_rows = build.row_addresses(x, x_stride, self._rows)
         out_rows = build.row_addresses(out, out_stride, self._rows)
         half_bytes = build.builder.mul(steps, I64(kind.step_bytes))
 
         def half(index: Any, _: list[Any]) -> list[Any]:
             first = build.at(panel, index, half_bytes)
-            fetched = build.at(ahead, build.builder.mul(index, steps), ahead_stride)
             start = build.load(build.at(bias, index, LINE_BYTES), V16F, align=4)
 
             def step(number: Any, sums: list[Any]) -> list[Any]:
-                for line in range(self._fetched_lines):
-                    build.prefetch(build.at(fetched, number, ahead_stride), _CACHE_LINE * line)
                 return self._step(x_rows, build.at(first, number, kind.step_bytes), number, sums)
 
             for row, total in zip(
@@ -129,12 +119,14 @@ class _BlockKernel:
         blocks = build.builder.add(place, I64(kind.header_bytes))
         x_bytes = self._code_bytes + NUMBERS_BYTES
         if not kind.is_k_type:
+            self._fetch(place, kind.step_bytes)
             places = [build.at(row, number, x_bytes) for row in x_rows]
             return self._block(places, blocks, [scale], minimum, sums)
         first = build.builder.mul(number, I64(kind.blocks_per_step))
 
         def block(index: Any, sums: list[Any]) -> list[Any]:
             at = build.at(blocks, index, kind.block_bytes)
+            self._fetch(at, kind.block_bytes)
             of_x = build.builder.add(first, index)
             places = [build.at(row, of_x, x_bytes) for row in x_rows]
             scales = [
@@ -147,6 +139,12 @@ class _BlockKernel:
             return self._block(places, at, scales, own, sums)
 
         return build.loop(I64(kind.blocks_per_step), sums, block)
+
+    def _fetch(self, place: Any, size: int) -> None:
+        """Have what lies ahead of so many bytes in the second-level cache when it is read."""
+        for distance in _FETCHED_AHEAD:
+            for offset in range(0, size, _CACHE_LINE):
+                self._build.prefetch(place, distance + offset)
 
     def _small(self, place: Any, offset: int) -> Any:
         """Sixteen integers of 8 bits as floats: signed for scales in groups."""
