@@ -16,7 +16,7 @@ division by the sum.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from rawpaged.backend import AttentionPlan, KVCache
 from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.attention_kernels import MOST_ROWS, prefetch
 from rawpaged.cpu.attention_partition import make_partition
+from rawpaged.cpu.attention_rows import finish_row, join_row, make_scale_row
 from rawpaged.cpu.attention_work import (
     FIRST,
     HEAD,
@@ -35,8 +36,8 @@ from rawpaged.cpu.attention_work import (
     TILE_ROWS,
     AttentionWork,
 )
-from rawpaged.cpu.compiling import Kernel, kernel
-from rawpaged.cpu.floats import power_of_two, row_of, stored_like
+from rawpaged.cpu.compiling import Kernel, kernel, set_variant
+from rawpaged.cpu.floats import row_of, stored_like
 from rawpaged.cpu.key_groups import (
     GROUPS,
     LIST_LENGTH,
@@ -48,6 +49,7 @@ from rawpaged.cpu.key_groups import (
 )
 from rawpaged.cpu.kv_cache import scales_of
 from rawpaged.cpu.products import Arithmetic
+from rawpaged.cpu.scratch import borrow, keep
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.cpu.vector_ir import LANES
 
@@ -59,49 +61,36 @@ _LOG2_E = 1.4426950408889634
 
 def _make_kernel(arithmetic: Arithmetic) -> Kernel:
     attend = make_partition(arithmetic)
+    load_queries = _make_load_queries(arithmetic)
     element = np.uint16 if arithmetic == "bfloat16_dot" else np.float32
 
-    def attention_tasks(
-        out,  # rows f32[num_heads * head_dim]
-        q,  # rows f32[num_heads * head_dim]
+    def run_tasks(
+        out,
+        q,
         cache_keys,
         cache_values,
-        key_scale,  # f32[num_kv_heads], 1 for caches of floats
+        key_scale,
         value_scale,
-        positions,  # i32[num_tokens]
-        block_tables,  # i32[num_reqs, max_blocks]
-        tasks,  # i32[num_tasks, TASK_FIELDS]
-        slot_states,  # f32[slots, group, 2]
-        slot_values,  # f32[slots, group, width]
-        scale,  # of scores, times log2(e)
-        window,  # last positions that a query sees, 0: all
+        positions,
+        block_tables,
+        tasks,
+        slot_states,
+        slot_values,
+        scale,
+        window,
         start,
         stop,
+        room,
     ):
-        """Run tasks [start, stop)."""
-        head_dim = cache_keys.shape[2] * cache_keys.shape[4]
+        queries, scores, weights, values, states, bounds, odd_line = room[:7]
+        wide_keys, wide_values, wide_listed, listed, state = room[7:]
+        head_dim = queries.shape[1]
         group = q.columns // head_dim // cache_keys.shape[1]
-        width = cache_values.shape[3]
-        capacity = max(TILE_ROWS, group)
-        queries = np.empty((capacity, head_dim), element)
-        scores = np.empty((MOST_ROWS, PARTITION + LANES), np.float32)
-        weights = np.empty((MOST_ROWS, PARTITION + LANES), element)
-        values = np.empty((2, capacity, width), np.float32)
-        states = np.empty((2, capacity, 2), np.float32)
-        bounds = np.empty((capacity, 2), np.int64)
-        odd_line = np.empty(1 + width // 2, np.int64)
-        wide_keys = key_scratch(cache_keys)
-        wide_values = value_scratch(cache_values)
-        wide_listed = np.empty((2, GROUPS), np.int64)
-        listed = np.empty((2, LIST_LENGTH), np.int64)
-        state = np.array([0, 0, start, 0])
         for task in range(start, stop):
             request, head, first, last, first_partition, last_partition, slot = tasks[task]
             rows = (last - first) * group
             own = positions[first:last]
-            for row in range(rows):
-                source = _head_of(q, first + row // group, head * group + row % group, head_dim)
-                _scale(queries[row], source, scale * key_scale[head])
+            load_queries(queries, q, group, head, first, last, scale * key_scale[head])
             seen_from, seen_to = seen_partitions(tasks[task], positions, window)
             if task + 1 < stop:
                 _prefetch_queries(q, tasks[task + 1], 4 * group * head_dim)
@@ -111,7 +100,7 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
             for partition in range(seen_from, seen_to):
                 origin = partition * PARTITION
                 end = min(own[-1] + 1 - origin, PARTITION)
-                _find_bounds(bounds[:rows], own, group, origin, window)
+                _find_bounds(bounds, own, group, origin, end, window)
                 count = (end + LANES - 1) // LANES
                 place = list_ahead(
                     listed,
@@ -142,11 +131,11 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
                     layout = 4 * LANES, cache_keys.strides[2], 1
                 into = 0 if partition == seen_from else 1
                 attend(
-                    queries[:rows],
-                    scores,
-                    weights,
                     values[into, :rows],
                     states[into, :rows],
+                    queries,
+                    scores,
+                    weights,
                     bounds,
                     groups,
                     listed[:, place:],
@@ -161,12 +150,92 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
                     for row in range(rows):
                         _join(states[0, row], values[0, row], states[1, row], values[1, row])
             if slot < 0:
-                for row in range(rows):
-                    token, query_head = first + row // group, head * group + row % group
-                    target = _head_of(out, token, query_head, head_dim)
-                    _finish(target, states[0, row], values[0, row], value_scale[head])
+                row = 0
+                for token in range(first, last):
+                    for query_head in range(head * group, (head + 1) * group):
+                        target = _head_of(out, token, query_head, head_dim)
+                        _finish(target, states[0, row], values[0, row], value_scale[head])
+                        row += 1
+
+    run_tasks = njit(nogil=True, error_model="numpy")(set_variant(run_tasks, arithmetic))
+
+    def attention_tasks(
+        out,  # rows f32[num_heads * head_dim]
+        q,  # rows f32[num_heads * head_dim]
+        cache_keys,
+        cache_values,
+        key_scale,  # f32[num_kv_heads], 1 for caches of floats
+        value_scale,
+        positions,  # i32[num_tokens]
+        block_tables,  # i32[num_reqs, max_blocks]
+        tasks,  # i32[num_tasks, TASK_FIELDS]
+        slot_states,  # f32[slots, group, 2]
+        slot_values,  # f32[slots, group, width]
+        scale,  # of scores, times log2(e)
+        window,  # last positions that a query sees, 0: all
+        start,
+        stop,
+    ):
+        """Run tasks [start, stop)."""
+        head_dim = cache_keys.shape[2] * cache_keys.shape[4]
+        group = q.columns // head_dim // cache_keys.shape[1]
+        width = cache_values.shape[3]
+        capacity = max(TILE_ROWS, group)
+        room = (
+            np.empty((capacity, head_dim), element),  # queries
+            np.empty((MOST_ROWS, PARTITION + LANES), np.float32),  # scores
+            np.empty((MOST_ROWS, PARTITION + LANES), element),  # weights
+            np.empty((2, capacity, width), np.float32),  # values
+            np.empty((2, capacity, 2), np.float32),  # states
+            np.empty((capacity, 2), np.int64),  # bounds
+            np.empty(1 + width // 2, np.int64),  # odd_line
+            key_scratch(cache_keys),
+            value_scratch(cache_values),
+            np.empty((2, GROUPS), np.int64),  # where these are
+            np.empty((2, LIST_LENGTH), np.int64),  # listed groups
+            np.array([0, 0, start, 0]),  # state of the list
+        )
+        run_tasks(
+            out,
+            q,
+            cache_keys,
+            cache_values,
+            key_scale,
+            value_scale,
+            positions,
+            block_tables,
+            tasks,
+            slot_states,
+            slot_values,
+            scale,
+            window,
+            start,
+            stop,
+            borrow(room),
+        )
+        keep(room)
 
     return Kernel(attention_tasks, variant=arithmetic)
+
+
+def _make_load_queries(arithmetic: Arithmetic) -> Any:
+    """njit code that scales the queries of a task."""
+    scale_row = make_scale_row(bfloat16=arithmetic == "bfloat16_dot")
+
+    def load_queries(queries, q, group, head, first, last, factor):
+        """queries[row] = the rows of tokens [first, last) and one KV head, times the factor."""
+        head_dim = queries.shape[1]
+        size = group * head_dim
+        num_vectors = size // LANES
+        for token in range(last - first):
+            source = q.address + (first + token) * q.stride + 4 * head * size
+            target = queries.ctypes.data + token * group * queries.strides[0]
+            scale_row(target, source, factor, num_vectors)
+            for i in range(LANES * num_vectors, size):
+                x = row_of(q, first + token)[head * size + i] * factor
+                queries[token * group + i // head_dim, i % head_dim] = stored_like(x, queries)
+
+    return njit(nogil=True)(set_variant(load_queries, arithmetic))
 
 
 @njit(nogil=True)
@@ -184,45 +253,40 @@ def _prefetch_queries(q, task, head_bytes):
 
 
 @njit(nogil=True)
-def _scale(target, source, factor):
-    for i in range(target.shape[0]):
-        target[i] = stored_like(source[i] * factor, target)
+def _find_bounds(bounds, positions, group, origin, end, window):
+    """The keys that each row sees of the first `end` of the partition at `origin`."""
+    row = 0
+    for token in range(positions.shape[0]):
+        high = positions[token] + 1 - origin
+        low = min(max(0, high - window), end) if window > 0 else 0
+        high = max(0, min(high, end))
+        for _ in range(group):
+            bounds[row, 0] = low
+            bounds[row, 1] = high
+            row += 1
 
 
 @njit(nogil=True)
-def _find_bounds(bounds, positions, group, origin, window):
-    """The keys that each row sees of the partition at `origin`."""
-    for row in range(bounds.shape[0]):
-        end = positions[row // group] + 1
-        low = max(0, end - window - origin) if window > 0 else 0
-        high = min(end - origin, PARTITION)
-        bounds[row, 0] = low
-        bounds[row, 1] = high
-
-
-@njit(nogil=True, error_model="numpy")
 def _join(state, values, more_state, more_values):
-    """Add a partition's values f32[width] to those before it; states are (maximum, sum)."""
-    if more_state[1] == _ZERO:
-        return
-    if state[1] == _ZERO:
-        state[:] = more_state
-        values[:] = more_values
-        return
-    larger = max(state[0], more_state[0])
-    own = power_of_two(state[0] - larger)
-    other = power_of_two(more_state[0] - larger)
-    state[0] = larger
-    state[1] = state[1] * own + more_state[1] * other
-    for i in range(values.shape[0]):
-        values[i] = values[i] * own + more_values[i] * other
+    """Add a partition's values f32[width] to those before it."""
+    join_row(
+        state.ctypes.data,
+        values.ctypes.data,
+        more_state.ctypes.data,
+        more_values.ctypes.data,
+        values.shape[0] // LANES,
+    )
 
 
 @njit(nogil=True, error_model="numpy")
 def _finish(out, state, values, value_scale):
-    inverse = value_scale / state[1]
-    for i in range(out.shape[0]):
-        out[i] = values[i] * inverse
+    """out f32[head_dim] = values / the sum of their weights * value_scale."""
+    num_vectors = out.shape[0] // LANES
+    finish_row(
+        out.ctypes.data, state.ctypes.data, values.ctypes.data, value_scale, num_vectors
+    )
+    for i in range(LANES * num_vectors, out.shape[0]):
+        out[i] = values[i] * (value_scale / state[1])
 
 
 @kernel

@@ -16,7 +16,7 @@ from rawpaged.cpu.attention_kernels import (
 )
 from rawpaged.cpu.compiling import set_variant
 from rawpaged.cpu.products import Arithmetic, x_bytes_of_step
-from rawpaged.cpu.softmax_kernel import make_softmax_kernel
+from rawpaged.cpu.softmax_kernel import SOFTMAX_ROWS, hide_scores, make_softmax_kernel
 from rawpaged.cpu.vector_ir import LANES
 
 _ZERO = np.float32(0.0)
@@ -30,12 +30,12 @@ def make_partition(arithmetic: Arithmetic) -> Any:
     bytes_of_step = x_bytes_of_step(arithmetic)
 
     def attend(
-        queries, scores, weights, values, states, bounds, groups, ahead, layout, end, odd_line
+        values, states, queries, scores, weights, bounds, groups, ahead, layout, end, odd_line
     ):
         """values = weighted values of the partition's first `end` keys, states = (maximum, sum).
 
         A row sees the keys [bounds[row, 0], bounds[row, 1]) of the partition; if that is none, its
-        state is zeros. groups[0] are the addresses of the groups of keys, groups[1] those of
+        sum is 0. groups[0] are the addresses of the groups of keys, groups[1] those of
         values, `ahead` those of what to prefetch. layout: bytes of a line of keys, and of a line to
         prefetch; values to prefetch are smaller by 2 ** layout[2]. scores and weights are room
         for MOST_ROWS rows, which stays in the first-level cache.
@@ -43,7 +43,6 @@ def make_partition(arithmetic: Arithmetic) -> Any:
         rows = values.shape[0]
         count = (end + LANES - 1) // LANES
         num_tiles = (rows + MOST_ROWS - 1) // MOST_ROWS
-        values[:] = _ZERO
         for tile in range(num_tiles):
             low = rows * tile // num_tiles
             high = rows * (tile + 1) // num_tiles
@@ -51,8 +50,8 @@ def make_partition(arithmetic: Arithmetic) -> Any:
                 high - low,
                 queries.ctypes.data + low * queries.strides[0],
                 queries.strides[0],
-                groups[0].ctypes.data,
-                ahead[0].ctypes.data,
+                groups.ctypes.data,
+                ahead.ctypes.data,
                 count,
                 queries.shape[1] * queries.itemsize // bytes_of_step,
                 layout[0],
@@ -61,18 +60,21 @@ def make_partition(arithmetic: Arithmetic) -> Any:
                 scores.strides[0],
             )
             for row in range(low, high):
-                if bounds[row, 0] < bounds[row, 1]:
-                    run_softmax(
-                        weights.ctypes.data + (row - low) * weights.strides[0],
-                        scores.ctypes.data + (row - low) * scores.strides[0],
-                        bounds[row, 0],
-                        bounds[row, 1],
-                        count,
-                        states.ctypes.data + row * states.strides[0],
-                    )
-                else:
-                    weights[row - low, : LANES * count] = 0
-                    states[row] = _ZERO
+                first, last = bounds[row, 0], bounds[row, 1]
+                if first > 0 or last < LANES * count:
+                    place = scores.ctypes.data + (row - low) * scores.strides[0]
+                    hide_scores(place, first, last, count)
+            for row in range(low, high, SOFTMAX_ROWS):
+                run_softmax(
+                    min(SOFTMAX_ROWS, high - row),
+                    weights.ctypes.data + (row - low) * weights.strides[0],
+                    weights.strides[0],
+                    scores.ctypes.data + (row - low) * scores.strides[0],
+                    scores.strides[0],
+                    count,
+                    states.ctypes.data + row * states.strides[0],
+                    states.strides[0],
+                )
             add_values(
                 values[low:high], weights, groups[1], ahead[1], layout[2], end, odd_line
             )
@@ -110,11 +112,12 @@ def _make_values(arithmetic: Arithmetic) -> Any:
     add_lines = njit(nogil=True)(set_variant(add_lines, arithmetic))
 
     def add_values(values, weights, groups, ahead, ahead_shift, end, odd_line):
-        """values += weights * the first `end` keys' values; no others are read.
+        """values = weights * the first `end` keys' values; no others are read.
 
         Whole groups, then the whole lines of the last, then half a line by way of odd_line
         i64[1 + width / 2].
         """
+        values[:] = _ZERO
         whole, rest = end // LANES, end % LANES
         source = weights.ctypes.data
         for part in range(3):

@@ -1,4 +1,4 @@
-"""Powers of two of a row of scores, written as LLVM IR."""
+"""Powers of two of a few rows of scores, written as LLVM IR."""
 
 from __future__ import annotations
 
@@ -10,147 +10,156 @@ from numba import types
 from numba.extending import intrinsic
 
 from rawpaged.cpu.features import FEATURES
-from rawpaged.cpu.vector_ir import I32, I64, LANES, V16F, V16I, BFloat, VectorBuilder, larger
+from rawpaged.cpu.vector_ir import (
+    I16,
+    I32,
+    I64,
+    LANES,
+    POWER_OF_TWO,
+    V16F,
+    V16I,
+    BFloat,
+    VectorBuilder,
+    larger,
+)
 
-_NOTHING = float("-inf")
-_LOWEST = -126.0
+SOFTMAX_ROWS = 3 if FEATURES.avx512f else 1
+"""Rows at a time: while one is folded or waits for a sum, the others go on."""
+
+_UNSEEN = -1.0e38
+"""Score of a key that a row does not see; what it is less a maximum is still finite."""
+_LEAST = -0.5e38
+"""The maximum is not below it, so that what is not seen has weight 0 also where nothing is."""
+_SMALLEST_EXPONENT = -126.0
+
+_ROUGH_POWER_OF_TWO = (
+    0.05500893088168011, 0.24221096932316755, 0.6932829282902342, 1.0,
+)  # fmt: skip
+"""Like POWER_OF_TWO, relative error 2 ** -13.3, where the result is rounded by 2 ** -9 anyway."""
 
 
 def make_softmax_kernel(*, bfloat16: bool) -> Callable[..., None]:
-    """An intrinsic kernel(weights, scores, low, high, num_vectors, state) on addresses.
+    """An intrinsic kernel(rows, weights, weights_stride, scores, scores_stride, num_vectors,
+    states, states_stride) on addresses, for 1 <= rows <= SOFTMAX_ROWS and num_vectors >= 1.
 
-    weights = 2 ** (scores - maximum) for the elements [low, high), zeros for the others of
-    16 * num_vectors, in float32 or rounded to bfloat16; scores are float32. state f32[2] gets
-    the maximum and the sum of the weights before rounding, element i in chain i % 16. Errors are
-    within 2 ulp; weights below 2 ** -126 count as that. NaN makes the sum NaN.
+    weights = 2 ** (scores - maximum) of 16 * num_vectors scores f32 in each row, in float32 or
+    rounded to bfloat16. A row's state f32[2] gets the maximum and the sum of the weights before
+    rounding, element i in chain i % 16. Relative errors are within 2 ulp of float32, or 2 ** -13
+    before rounding to bfloat16; what is below 2 ** -126 may be 0. Scores that are not finite, or
+    beyond 2e38, make the sum NaN.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, scores, low, high, num_vectors, state = args
         build = VectorBuilder(builder, fused=FEATURES.fma)
-        row = _Row(build, scores, weights, low, high, bfloat16=bfloat16)
-        seen = builder.ashr(high, I64(4))  # vectors of which all is seen if the first is
-        from_start = builder.icmp_signed("<=", low, I64(0))
-        whole = builder.and_(from_start, builder.icmp_signed(">=", seen, num_vectors))
-        begins = builder.and_(from_start, builder.icmp_signed(">", seen, I64(0)))
-        with builder.if_else(whole) as (all_seen, some_seen):
-            with all_seen:
-                _emit(build, row, [(I64(0), num_vectors, False)], state)
-            with some_seen, builder.if_else(begins) as (first_seen, any_seen):
-                with first_seen:
-                    _emit(build, row, [(I64(0), seen, False), (seen, num_vectors, True)], state)
-                with any_seen:
-                    _emit(build, row, [(I64(0), num_vectors, True)], state)
+        rows, *rest = args
+        build.by_number(rows, SOFTMAX_ROWS, lambda n: _emit(build, n, *rest, bfloat16=bfloat16))
         return context.get_dummy_value()
 
     def typer(
-        typingctx: Any, weights: Any, scores: Any, low: Any, high: Any, num_vectors: Any, state: Any
-    ) -> Any:
-        return types.void(*[types.intp] * 6), generate
+        typingctx: Any, rows: Any, weights: Any, weights_stride: Any, scores: Any,
+        scores_stride: Any, num_vectors: Any, states: Any, states_stride: Any,
+    ) -> Any:  # fmt: skip
+        return types.void(*[types.intp] * 8), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
 
 
-class _Row:
-    """Scores of a row, of which those in a range count, and its weights."""
+@intrinsic
+def hide_scores(typingctx: Any, scores: Any, low: Any, high: Any, num_vectors: Any) -> Any:
+    """hide_scores(scores, low, high, num_vectors): of those at an address, all outside [low, high)
+    become what weighs 0."""
 
-    def __init__(
-        self,
-        build: VectorBuilder,
-        scores: Any,
-        weights: Any,
-        low: Any,
-        high: Any,
-        *,
-        bfloat16: bool,
-    ) -> None:
-        self._build = build
-        self._scores = scores
-        self._weights = weights
-        self._bounds = [build.broadcast(build.builder.trunc(bound, I32)) for bound in (low, high)]
-        self._bfloat16 = bfloat16
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores, low, high, num_vectors = args
+        build = VectorBuilder(builder, fused=FEATURES.fma)
+        bounds = [build.broadcast(builder.trunc(bound, I32)) for bound in (low, high)]
+        lanes = ir.Constant(V16I, list(range(LANES)))
 
-    def load(self, index: Any) -> Any:
-        """Vector `index` of the scores."""
-        return self._build.load(self._build.at(self._scores, index, 4 * LANES), V16F, align=4)
+        def hide(first: Any, number: Any) -> None:
+            def one(index: Any, nothing: list[Any]) -> list[Any]:
+                index = builder.add(first, index)
+                place = builder.trunc(builder.mul(index, I64(LANES)), I32)
+                places = builder.add(build.broadcast(place), lanes)
+                is_seen = builder.and_(
+                    builder.icmp_signed(">=", places, bounds[0]),
+                    builder.icmp_signed("<", places, bounds[1]),
+                )
+                address = build.at(scores, index, 4 * LANES)
+                kept = build.load(address, V16F, align=4)
+                kept = builder.select(is_seen, kept, build.float_constant(_UNSEEN))
+                build.store(kept, address, align=4)
+                return nothing
 
-    def keep(self, index: Any, vector: Any, other: Any) -> Any:
-        """Those of its elements that count, and `other` elsewhere."""
-        build, builder = self._build, self._build.builder
-        low, high = self._bounds
-        first = build.broadcast(builder.trunc(builder.mul(index, I64(LANES)), I32))
-        place = builder.add(first, ir.Constant(V16I, list(range(LANES))))
-        counts = builder.and_(
-            builder.icmp_signed(">=", place, low), builder.icmp_signed("<", place, high)
-        )
-        return builder.select(counts, vector, other)
+            with builder.if_then(builder.icmp_signed(">", number, I64(0))):
+                build.loop(number, [], one)
 
-    def store(self, index: Any, weight: Any) -> None:
-        """Vector `index` of the weights."""
-        build = self._build
-        if self._bfloat16:
-            halves = build.builder.fptrunc(weight, ir.VectorType(BFloat(), LANES))
-            build.store(halves, build.at(self._weights, index, 2 * LANES), align=2)
-        else:
-            build.store(weight, build.at(self._weights, index, 4 * LANES), align=4)
+        # Those with an end of the range are in the one or the other, or in both.
+        hide(I64(0), builder.ashr(builder.add(low, I64(LANES - 1)), I64(4)))
+        first_after = builder.ashr(high, I64(4))
+        hide(first_after, builder.sub(num_vectors, first_after))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), generate
 
 
-Span = tuple[Any, Any, bool]
-"""Vectors [first, last), at least one, and whether some of their elements do not count."""
-
-
-def _emit(build: VectorBuilder, row: _Row, spans: list[Span], state: Any) -> None:
-    """Both passes over a row, whose vectors the spans make up."""
-    most = build.float_constant(_NOTHING)
-    for first, last, is_part in spans:
-        most = _emit_largest(build, row, first, last, is_part, most)
-    most = build.fold(most, larger)
-    every_most = build.broadcast(most)
-    total = build.zeros()
-    for first, last, is_part in spans:
-        total = _emit_weights(build, row, first, last, is_part, every_most, total)
-    build.store(most, state, align=4)
-    build.store(build.fold(total, ir.IRBuilder.fadd), state, 4, align=4)
-
-
-def _emit_largest(
-    build: VectorBuilder, row: _Row, first: Any, last: Any, is_part: bool, most: Any
-) -> Any:
-    """The larger of `most` and the scores of a span."""
+def _emit(
+    build: VectorBuilder, rows: int, weights: Any, weights_stride: Any, scores: Any,
+    scores_stride: Any, num_vectors: Any, states: Any, states_stride: Any, *, bfloat16: bool,
+) -> None:  # fmt: skip
+    """Both passes over so many rows."""
     builder = build.builder
+    score_rows = build.row_addresses(scores, scores_stride, rows)
+    weight_rows = build.row_addresses(weights, weights_stride, rows)
 
-    def largest(number: Any, most: list[Any]) -> list[Any]:
-        index = builder.add(first, number)
-        scores = row.load(index)
-        if is_part:
-            scores = row.keep(index, scores, build.float_constant(_NOTHING))
-        return [larger(builder, scores, most[0])]
+    def load(row: int, index: Any) -> Any:
+        return build.load(build.at(score_rows[row], index, 4 * LANES), V16F, align=4)
 
-    return build.loop(builder.sub(last, first), [most], largest)[0]
+    def largest(index: Any, most: list[Any]) -> list[Any]:
+        return [larger(builder, load(row, index), most[row]) for row in range(rows)]
+
+    least = [build.float_constant(_LEAST)] * rows
+    most = [build.fold(each, larger) for each in build.loop(num_vectors, least, largest)]
+    every_most = [build.broadcast(each) for each in most]
+
+    def weigh(index: Any, totals: list[Any]) -> list[Any]:
+        result = []
+        for row in range(rows):
+            x = builder.fsub(load(row, index), every_most[row])
+            weight = _power_of_two(build, x, rough=bfloat16)
+            _store(build, weight, weight_rows[row], index, bfloat16=bfloat16)
+            result.append(builder.fadd(totals[row], weight))
+        return result
+
+    totals = build.loop(num_vectors, [build.zeros()] * rows, weigh)
+    for row, address in enumerate(build.row_addresses(states, states_stride, rows)):
+        build.store(most[row], address, align=4)
+        build.store(build.fold(totals[row], ir.IRBuilder.fadd), address, 4, align=4)
 
 
-def _emit_weights(
-    build: VectorBuilder,
-    row: _Row,
-    first: Any,
-    last: Any,
-    is_part: bool,
-    every_most: Any,
-    total: Any,
-) -> Any:
-    """Store the weights of a span; `total` with them added."""
+def _store(build: VectorBuilder, weight: Any, row: Any, index: Any, *, bfloat16: bool) -> None:
+    """Vector `index` of a row's weights."""
+    if bfloat16:
+        halves = build.builder.fptrunc(weight, ir.VectorType(BFloat(), LANES))
+        build.store(halves, build.at(row, index, 2 * LANES), align=2)
+    else:
+        build.store(weight, build.at(row, index, 4 * LANES), align=4)
+
+
+def _power_of_two(build: VectorBuilder, x: Any, *, rough: bool) -> Any:
+    """2 ** x for finite x <= 0, 0 for those far below -126; NaN otherwise."""
     builder = build.builder
-
-    def weigh(number: Any, total: list[Any]) -> list[Any]:
-        index = builder.add(first, number)
-        x = builder.fsub(row.load(index), every_most)
+    if not FEATURES.avx512f:
+        is_zero = builder.fcmp_ordered("<", x, build.float_constant(_SMALLEST_EXPONENT))
         # NaN, the second operand, stays.
-        x = larger(builder, build.float_constant(_LOWEST), x)
-        weight = build.power_of_two(x)
-        if is_part:
-            weight = row.keep(index, weight, build.zeros())
-        row.store(index, weight)
-        return [builder.fadd(total[0], weight)]
-
-    return build.loop(builder.sub(last, first), [total], weigh)[0]
+        x = larger(builder, build.float_constant(_SMALLEST_EXPONENT), x)
+        return builder.select(is_zero, build.zeros(), build.power_of_two(x))
+    n = build.call("llvm.rint.v16f32", V16F, x)
+    r = builder.fsub(x, n)
+    first, *coefficients = _ROUGH_POWER_OF_TWO if rough else POWER_OF_TWO
+    p = build.float_constant(first)
+    for coefficient in coefficients:
+        p = build.multiply_add(p, r, build.float_constant(coefficient))
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    all_lanes, current_rounding = I16(-1), I32(4)
+    return build.call(name, V16F, p, n, build.zeros(), all_lanes, current_rounding)
