@@ -203,10 +203,11 @@ def make_linear_kernel(
             columns = min(PANEL, out.columns - column)
             num_tiles = (rows + most_rows - 1) // most_rows
             # All tiles but the first find the panel in the cache, and memory would be idle. What
-            # this thread will read next is fetched then; the next part may be another thread's.
+            # this thread most likely reads next is fetched then.
             next_panel = panel
             fetched = 0
-            if num_tiles > 1 and item + 1 < stop and item % num_blocks == num_blocks - 1:
+            is_last_block = item % num_blocks == num_blocks - 1
+            if num_tiles > 1 and is_last_block and panel + 1 < len(panels):
                 next_panel = panel + 1
                 fetched = panel_bytes // num_tiles
             for tile in range(num_tiles):

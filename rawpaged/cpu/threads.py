@@ -14,7 +14,7 @@ from numba import types
 from rawpaged.cpu import work_sharing
 from rawpaged.cpu.arguments import address_of, encode, owner_of, places_of_num_rows
 from rawpaged.cpu.compiling import Kernel, compile_entry
-from rawpaged.cpu.work_sharing import COMMAND_WORDS, TEAM_WORDS
+from rawpaged.cpu.work_sharing import COMMAND_WORDS, MAX_REGIONS, TEAM_WORDS
 from rawpaged.errors import ConfigError
 
 MAX_THREADS = 256
@@ -150,7 +150,8 @@ class ThreadTeam:
             raise ConfigError(f"num_threads={num_threads} is more than {MAX_THREADS}")
         self._state = _aligned_words(TEAM_WORDS)
         self._state_address = address_of(self._state)
-        self._state[work_sharing.NUM_THREADS] = self.num_threads
+        self._num_regions = min(self.num_threads, MAX_REGIONS)
+        self._state[work_sharing.NUM_REGIONS] = self._num_regions
         self._commands: list[Words] = []
         self._make_room(_FIRST_COMMANDS)
         self._calls: _Calls | None = None
@@ -158,7 +159,10 @@ class ThreadTeam:
         self._lead, serve, self._dismiss = _entries()
         self._helpers = [
             threading.Thread(
-                target=serve, args=(self._state_address,), name=f"rawpaged-cpu-{i}", daemon=True
+                target=serve,
+                args=(self._state_address, i),
+                name=f"rawpaged-cpu-{i}",
+                daemon=True,
             )
             for i in range(1, self.num_threads)
         ]
@@ -213,7 +217,7 @@ class ThreadTeam:
 
     def _make_room(self, num_commands: int) -> None:
         # A helper that slept through the end of a run may still look at the old words.
-        commands = _aligned_words(num_commands, COMMAND_WORDS)
+        commands = _aligned_words(num_commands, (1 + self._num_regions) * COMMAND_WORDS)
         self._commands.append(commands)
         self._state[work_sharing.COMMANDS] = address_of(commands)
 
@@ -231,7 +235,7 @@ def _entries() -> tuple[Callable[..., None], Callable[..., None], Callable[..., 
 
     return (
         compiled(work_sharing.lead, 3),
-        compiled(work_sharing.serve, 1),
+        compiled(work_sharing.serve, 2),
         compiled(work_sharing.dismiss, 1),
     )
 
