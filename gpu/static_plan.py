@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rawpaged.backend import AttentionPlan, BatchMeta
+from rawpaged.backend import AttentionPlan, DecodeBatch
 from rawpaged.gpu.attention import PagedAttention
 from rawpaged.gpu.attention_work import AttentionWork, DecodeWork
 from rawpaged.gpu.device import Device
@@ -65,27 +65,29 @@ class DecodePlan:
         self._clear()
         device.write(self._device_bytes, self._host_bytes)
 
-    def fill(self, meta: BatchMeta) -> bool:
+    def fill(self, batch: DecodeBatch) -> bool:
         """Put a batch of at most `num_reqs` requests with one token each in.
 
         False, and nothing changed, if attention would take more than one round of its workspace.
         """
-        n = len(meta.seq_lens)
+        n = len(batch.token_ids)
         assert n <= self.num_reqs, f"{n=} {self.num_reqs=}"
-        work = self._attention.plan(meta.query_start_loc, meta.seq_lens)
+        positions = np.array(batch.positions, np.int32)
+        work = self._attention.plan(np.arange(n + 1, dtype=np.int32), positions + 1)
         assert work.num_tiles == 0, "a request has several tokens"
         if len(work.rounds) > 1:
             return False
         self._clear()
         host = self._host
-        host["token_ids"][:n] = meta.token_ids
-        host["positions"][:n] = meta.positions
-        host["slot_mapping"][:n] = meta.slot_mapping
-        host["seq_lens"][:n] = meta.seq_lens
-        host["query_start_loc"][: n + 1] = meta.query_start_loc
+        host["token_ids"][:n] = batch.token_ids
+        host["positions"][:n] = positions
+        host["slot_mapping"][:n] = batch.slots
+        host["seq_lens"][:n] = positions + 1
+        host["query_start_loc"][: n + 1] = np.arange(n + 1)
         # Rows without a request begin and end where the last one does.
         host["query_start_loc"][n + 1 :] = n
-        host["block_tables"][:n, : meta.block_tables.shape[1]] = meta.block_tables
+        for row, table in enumerate(batch.block_tables):
+            host["block_tables"][row, : len(table)] = table
         self._fill_work(work.rounds[0])
         self._device.write(self._device_bytes, self._host_bytes)
         return True

@@ -104,6 +104,17 @@ class BatchMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """A batch of one token a request, by row: numbers, since an array costs more to make."""
+
+    token_ids: Sequence[int]  # negative: see RunAhead.take_token_ids
+    positions: Sequence[int]  # so many tokens of KV are before this one's
+    slots: Sequence[int]  # as BatchMeta.slot_mapping
+    block_tables: Sequence[tuple[int, ...]]
+    """Those of requests whose blocks are still the same are the same objects."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """A batch's index arrays on the device, made once a step and used by every layer.
 
@@ -131,7 +142,7 @@ class StaticPlan(Protocol):
 
     @property
     def plan(self) -> AttentionPlan: ...
-    def fill(self, meta: BatchMeta) -> bool:
+    def fill(self, batch: DecodeBatch) -> bool:
         """Put a batch of as many requests or fewer in; the rest of the rows do nothing.
 
         False if its keys are more than the plan's workspace holds: then nothing has changed.

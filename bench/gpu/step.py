@@ -16,7 +16,7 @@ from bench.gpu.sizes import Sizes
 from bench.gpu.target import Target, fill
 from bench.gpu.timing import copy_bandwidth, time_replays
 from bench.roofline import Gpu, Model, Step, parts_of, step_seconds
-from rawpaged.engine.input_batch import make_batch
+from rawpaged.engine.input_batch import make_decode_batch
 from rawpaged.engine.model_runner import ModelRunner
 from rawpaged.gpu.backend import CudaBackend
 from rawpaged.models.config import ModelConfig, RopeConfig
@@ -201,7 +201,9 @@ def _captured(runner: ModelRunner, output: SchedulerOutput, step: Step) -> Any:
     )
     assert plans is not None
     plan = plans(step.batch)
-    assert plan.fill(make_batch(output, _BLOCK_SIZE)), "attention takes several rounds"
+    batch = make_decode_batch(output, _BLOCK_SIZE)
+    assert batch is not None
+    assert plan.fill(batch), "attention takes several rounds"
 
     def launches() -> None:
         runner.model.forward(plan.plan, runner.kv_caches)

@@ -38,7 +38,8 @@ from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
 from rawpaged.cpu.quantized_linear import QuantizedLinear
 from rawpaged.cpu.repeated_forward import RepeatedForward
-from rawpaged.cpu.sampling import edit_logits_entries, sample_rows
+from rawpaged.cpu.sampling import edit_logits_entries
+from rawpaged.cpu.sampling_op import SamplingOp
 from rawpaged.cpu.static_plan import DecodePlans
 from rawpaged.cpu.threads import PerRow, ThreadTeam
 from rawpaged.cpu.weight_memory import WeightMemory
@@ -71,6 +72,7 @@ class CpuBackend:
         self._weights = WeightMemory()
         self._cache_ops = CacheOps(self._team, dtype=dtype, cache_dtype=self.kv_cache_dtype)
         self._linear = LinearOps(self._team, dtype)
+        self._sample = SamplingOp(self._team)
 
     @property
     def num_threads(self) -> int:
@@ -137,6 +139,7 @@ class CpuBackend:
 
     def release_unused(self) -> None:
         self._linear.release()
+        self._sample.forget()
         self._weights.release()
         trim_heap()
 
@@ -288,21 +291,7 @@ class CpuBackend:
         )
 
     def sample(self, logits: Float32, rows: SamplingRows) -> npt.NDArray[np.int32]:
-        out = np.empty(len(logits), np.int32)
-        self._rows(
-            sample_rows,
-            logits,
-            out,
-            logits,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
-            rows.positions,
-            rows.sample_indices,
-        )
-        return out
+        return self._sample(logits, rows)
 
     def token_logprobs(
         self, logits: Float32, token_ids: npt.NDArray[np.int32], k: int

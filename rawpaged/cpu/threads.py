@@ -107,6 +107,7 @@ class Recording:
             self.template[:, work_sharing.COUNT] = counts
             self.template[:, work_sharing.COUNT_ADDRESS] = places
             self.template[:, work_sharing.GRAIN] = grains
+        self.address = address_of(self.template)
         self._row_words = np.array(calls.row_words, np.int64)
         self._per_row = np.array(calls.per_row, np.int64).reshape(-1, 2)
 
@@ -207,7 +208,7 @@ class ThreadTeam:
         template = recording.template
         if len(template) > len(self._commands[-1]):
             self._make_room(len(template))
-        self._lead(self._state_address, address_of(template), len(template))
+        self._lead(self._state_address, recording.address, len(template))
 
     def close(self) -> None:
         """End the helpers. The team must not be used afterwards."""

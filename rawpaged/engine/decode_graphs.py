@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rawpaged.backend import AttentionPlan, BatchMeta, StaticPlan, StaticPlans
+from rawpaged.backend import AttentionPlan, DecodeBatch, StaticPlan, StaticPlans
 from rawpaged.models.llama import Llama
 from rawpaged.progress import ProgressBar
 
@@ -21,17 +21,6 @@ from rawpaged.progress import ProgressBar
 def graph_buckets(most: int) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, multiples of 8, and the largest batch there can be."""
     return [bucket for bucket in (1, 2, 4, *range(8, most, 8)) if bucket < most] + [most]
-
-
-def is_decode(meta: BatchMeta) -> bool:
-    """Whether every request of the batch has one token and wants its logits.
-
-    Where tokens of prompts have kernels of their own, none of them may be among these.
-    """
-    num_reqs = len(meta.seq_lens)
-    if not len(meta.token_ids) == num_reqs == len(meta.logits_rows):
-        return False
-    return meta.num_prompt_tokens is None or bool((meta.seq_lens > meta.num_prompt_tokens).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +61,24 @@ class DecodeGraphs:
         for bucket in ProgressBar(buckets[::-1], desc="capturing decode graphs", disable=hidden):
             self._graphs[bucket] = self._capture(bucket)
 
-    def run(self, meta: BatchMeta) -> Any:
+    def run(self, batch: DecodeBatch) -> Any:
         """Logits f32[num_reqs, vocab_size] of a decode batch; valid until the next step.
 
         None if the batch does not fit its graph: the step has to run without.
         """
-        num_reqs = len(meta.seq_lens)
-        if self._on_demand and num_reqs not in self._graphs:
-            self._graphs[num_reqs] = self._capture(num_reqs)
-        bucket = min(bucket for bucket in self._graphs if bucket >= num_reqs)
-        graph = self._graphs[bucket]
-        if not graph.plan.fill(meta):
+        num_reqs = len(batch.token_ids)
+        graph = self._graphs.get(num_reqs) or self._graph_for(num_reqs)
+        if not graph.plan.fill(batch):
             return None
         graph.replay()
-        return graph.logits[:num_reqs]
+        logits = graph.logits
+        return logits if len(logits) == num_reqs else logits[:num_reqs]
+
+    def _graph_for(self, num_reqs: int) -> _Graph:
+        """For a number of requests that has no graph of its own up to now."""
+        if self._on_demand:
+            self._graphs[num_reqs] = self._capture(num_reqs)
+        return self._graphs[min(bucket for bucket in self._graphs if bucket >= num_reqs)]
 
     def _capture(self, num_reqs: int) -> _Graph:
         plan = self._plans(num_reqs)

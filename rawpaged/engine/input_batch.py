@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rawpaged.backend import BatchMeta
+from rawpaged.backend import BatchMeta, DecodeBatch
 from rawpaged.scheduler.output import UNKNOWN_TOKEN, SchedulerOutput
 
 _NO_SLOT = -1
 _NO_ROWS: Mapping[str, int] = {}
+
+
+def make_decode_batch(
+    output: SchedulerOutput,
+    block_size: int,
+    sampled_rows: Mapping[str, int] = _NO_ROWS,
+    num_prompt_tokens: Sequence[int] | None = None,
+) -> DecodeBatch | None:
+    """The scheduled requests in order, if each has one token and samples; `make_batch` takes any.
+
+    With `num_prompt_tokens`, by request, none of the tokens may be one of a prompt. A few numbers a
+    request, as most steps are of this kind and the machine waits for them.
+    """
+    if num_prompt_tokens is not None and any(
+        request.start < number
+        for request, number in zip(output.scheduled, num_prompt_tokens, strict=True)
+    ):
+        return None
+    token_ids, positions, slots, block_tables = [], [], [], []
+    for request in output.scheduled:
+        if len(request.token_ids) != 1 or not request.samples:
+            return None
+        token_id, position = request.token_ids[0], request.start
+        if token_id == UNKNOWN_TOKEN:
+            token_id = -1 - sampled_rows[request.request_id]
+        slot = _NO_SLOT
+        if position >= request.first_stored:
+            block, offset = divmod(position, block_size)
+            slot = request.block_table[block] * block_size + offset
+        token_ids.append(token_id)
+        positions.append(position)
+        slots.append(slot)
+        block_tables.append(request.block_table)
+    return DecodeBatch(token_ids, positions, slots, block_tables)
 
 
 def make_batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +18,13 @@ from rawpaged.backend import (
     KVScales,
     RunAhead,
 )
-from rawpaged.engine.decode_graphs import DecodeGraphs, is_decode
-from rawpaged.engine.input_batch import make_batch
+from rawpaged.engine.decode_graphs import DecodeGraphs
+from rawpaged.engine.input_batch import make_batch, make_decode_batch
 from rawpaged.engine.kv_scales import calibrate_kv_scales
 from rawpaged.engine.launched_step import LaunchedStep, StepResult
 from rawpaged.engine.op_recorder import OpRecorder
 from rawpaged.engine.prompt_logprobs import prompt_logprobs
-from rawpaged.engine.sampler import LogitsCopy, launch_sampling
+from rawpaged.engine.sampler import Sampler
 from rawpaged.engine.traced_backend import TracedBackend, TracedRunAhead
 from rawpaged.errors import SleepError
 from rawpaged.models.config import ModelConfig
@@ -102,7 +103,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
         )
         self.model.set_tracer(self._tracer, self._ops)
-        self._logits_copy = LogitsCopy(self._max_num_seqs)
+        self._sampler = Sampler(self._max_num_seqs)
         if self._async_scheduling:
             self._ahead = backend.run_ahead(self._max_num_seqs)
         self.kv_caches = self._new_pool()
@@ -157,7 +158,7 @@ class ModelRunner:
         """Drop everything but the weights' owner's; the runner can only be closed afterwards."""
         self._graphs = None
         self._ahead = None
-        self._logits_copy = LogitsCopy(self._max_num_seqs)
+        self._sampler = Sampler(self._max_num_seqs)
         self.kv_caches = []
         self.host_kv_caches = []
         if hasattr(self, "model"):
@@ -244,13 +245,11 @@ class ModelRunner:
         )
         if not output.scheduled:
             return step
-        meta = self._make_batch(output, requests)
-        if self._uses_graphs and is_decode(meta):
-            assert self._graphs is not None
-            with self._tracer.phase("graph"):
-                step.logits = self._graphs.run(meta)
+        if self._uses_graphs:
+            step.logits = self._run_graph(output, requests)
             if step.logits is not None:
                 return step
+        meta = self._make_batch(output, requests)
         with self._tracer.phase("plan"):
             plan = self._ops.plan(
                 meta, num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
@@ -276,11 +275,10 @@ class ModelRunner:
             step.wait = self._ahead.mark() if self._ahead is not None else None
             return
         with self._tracer.phase("sample"):
-            step.sampling = launch_sampling(
+            step.sampling = self._sampler.launch(
                 self._ops,
                 step.logits,
                 requests,
-                self._logits_copy,
                 self._traced_ahead if self.runs_ahead else None,
             )
         if self._ahead is not None:
@@ -331,6 +329,23 @@ class ModelRunner:
         self._take_token_ids(plan)
         self.model.forward(plan, self.kv_caches)
 
+    def _run_graph(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> Any:
+        """Logits of a step of one token a request; None if there is no graph for it.
+
+        Where tokens of prompts have kernels of their own, none of them may be among these.
+        """
+        batch = make_decode_batch(
+            output,
+            self.block_size,
+            self._sampled_rows,
+            _prompt_lengths(output, requests) if self._batch_invariant else None,
+        )
+        if batch is None:
+            return None
+        assert self._graphs is not None
+        with self._tracer.phase("graph"):
+            return self._graphs.run(batch)
+
     @property
     def _traced_ahead(self) -> RunAhead | None:
         if self._ahead is None or not self._tracer.is_on:
@@ -341,8 +356,8 @@ class ModelRunner:
         meta = make_batch(output, self.block_size, self._sampled_rows)
         if not self._batch_invariant:
             return meta
-        prompts = [requests[item.request_id].num_prompt_tokens for item in output.scheduled]
-        return replace(meta, num_prompt_tokens=np.array(prompts, np.int32))
+        prompts = np.array(_prompt_lengths(output, requests), np.int32)
+        return replace(meta, num_prompt_tokens=prompts)
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
         """What goes to the host first: its blocks may be given to others in this step."""
@@ -355,3 +370,8 @@ class ModelRunner:
             if pairs:
                 with self._tracer.phase(name):
                     self._ops.copy_blocks(targets, sources, np.array(pairs, np.int64))
+
+
+def _prompt_lengths(output: SchedulerOutput, requests: Mapping[str, Request]) -> list[int]:
+    """Tokens of the scheduled requests' prompts, in order."""
+    return [requests[item.request_id].num_prompt_tokens for item in output.scheduled]

@@ -82,36 +82,61 @@ class Sampling:
         ]
 
 
-def launch_sampling(
-    backend: Backend,
-    logits: Any,
-    requests: Sequence[Request],
-    copy: LogitsCopy,
-    ahead: RunAhead | None = None,
-) -> Sampling:
-    """Sample one token a request; logits f32[len(requests), vocab_size] may be changed.
+class Sampler:
+    """Samples from the logits of up to `max_rows` rows at a time.
 
-    Reported log-probabilities are those before bias, penalties and temperature. The tokens are
-    there when it returns, unless it is to run ahead.
+    What the same requests sample by, but for their positions, is put together once.
     """
-    edits = _logit_edits(requests)
-    wanted = [_num_logprobs(request) for request in requests]
-    most = max((k for k in wanted if k is not None), default=None)
-    edited = logits
-    if edits is not None:
+
+    def __init__(self, max_rows: int) -> None:
+        self._copy = LogitsCopy(max_rows)
+        self._requests: list[Request] = []
+        self._rows = _sampling_rows(self._requests)
+        self._wanted: list[int | None] = []
+        self._most: int | None = None
+        self._may_edit = False
+
+    def launch(
+        self,
+        backend: Backend,
+        logits: Any,
+        requests: Sequence[Request],
+        ahead: RunAhead | None = None,
+    ) -> Sampling:
+        """Sample one token a request; logits f32[len(requests), vocab_size] may be changed.
+
+        Reported log-probabilities are those before bias, penalties and temperature. The tokens are
+        there when it returns, unless it is to run ahead.
+        """
+        rows = self._rows_of(requests)
+        edits = _logit_edits(requests) if self._may_edit else None
+        most, edited = self._most, logits
+        if edits is not None:
+            if most is not None:
+                edited = self._copy.of(backend, logits)
+            backend.edit_logits(edited, edits)
+        if ahead is not None:
+            drawn = ahead.sample(edited, rows, reported=logits, num_logprobs=most)
+            return Sampling(drawn, self._wanted)
+        token_ids = backend.sample(edited, rows)
+        table = None
         if most is not None:
-            edited = copy.of(backend, logits)
-        backend.edit_logits(edited, edits)
-    rows = _sampling_rows(requests)
-    if ahead is not None:
-        drawn = ahead.sample(edited, rows, reported=logits, num_logprobs=most)
-        return Sampling(drawn, wanted)
-    token_ids = backend.sample(edited, rows)
-    table = None
-    if most is not None:
-        table = backend.token_logprobs(logits, np.maximum(token_ids, 0), most)
-    tokens = DrawnTokens(token_ids, table)
-    return Sampling(lambda: tokens, wanted)
+            table = backend.token_logprobs(logits, np.maximum(token_ids, 0), most)
+        tokens = DrawnTokens(token_ids, table)
+        return Sampling(lambda: tokens, self._wanted)
+
+    def _rows_of(self, requests: Sequence[Request]) -> SamplingRows:
+        """The same object for the same requests."""
+        if self._requests != requests:
+            self._requests = list(requests)
+            self._rows = _sampling_rows(requests)
+            self._wanted = [_num_logprobs(request) for request in requests]
+            self._most = max((k for k in self._wanted if k is not None), default=None)
+            self._may_edit = any(map(_may_edit, requests))
+        positions = self._rows.positions.data
+        for row, request in enumerate(requests):
+            positions[row] = request.num_tokens
+        return self._rows
 
 
 def _num_logprobs(request: Request) -> int | None:
@@ -136,6 +161,7 @@ def position_logprobs(
 
 
 def _sampling_rows(requests: Sequence[Request]) -> SamplingRows:
+    """Positions are not in yet."""
     params = [request.sampling_params for request in requests]
     return SamplingRows(
         # Of a beam only the candidates count; its token says no more than that there are some.
@@ -146,9 +172,17 @@ def _sampling_rows(requests: Sequence[Request]) -> SamplingRows:
         top_p=np.array([p.top_p for p in params], np.float32),
         min_p=np.array([p.min_p for p in params], np.float32),
         seeds=np.array([request.seed & _SEED_MASK for request in requests], np.uint64),
-        positions=np.array([request.num_tokens for request in requests], np.uint32),
+        positions=np.zeros(len(requests), np.uint32),
         # A prompt's samples have seeds of their own.
         sample_indices=np.zeros(len(requests), np.uint32),
+    )
+
+
+def _may_edit(request: Request) -> bool:
+    """Whether `_row_entries` may have any for it at some time."""
+    params = request.sampling_params
+    return not params.use_beam_search and bool(
+        params.logit_bias or params.min_tokens > 0 or params.has_penalties
     )
 
 

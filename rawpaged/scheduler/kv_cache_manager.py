@@ -15,7 +15,8 @@ from rawpaged.scheduler.prefix_cache import PrefixCache
 class _Allocation:
     """Blocks of one request."""
 
-    block_table: list[int]
+    block_table: tuple[int, ...]
+    """Another one whenever a block changes: who holds the same one as before knows its blocks."""
     num_published: int
     """Blocks [0, num_published) came from others or have been offered to the prefix cache."""
     num_tokens: int
@@ -78,8 +79,8 @@ class KVCacheManager:
         allocation = self._allocations[parent.request_id]
         num_full, num_in_last = divmod(num_tokens, self.block_size)
         if num_in_last and allocation.num_tokens < (num_full + 1) * self.block_size:
-            return allocation.block_table[: num_full + 1], num_tokens
-        return allocation.block_table[:num_full], num_full * self.block_size
+            return list(allocation.block_table[: num_full + 1]), num_tokens
+        return list(allocation.block_table[:num_full]), num_full * self.block_size
 
     def has_room_for(
         self,
@@ -112,7 +113,7 @@ class KVCacheManager:
         num_new_blocks = self.num_blocks_for(request.num_tokens) - len(computed_blocks)
         self.block_pool.touch(computed_blocks)
         self._allocations[request.request_id] = _Allocation(
-            [*computed_blocks, *self.block_pool.take(num_new_blocks)],
+            (*computed_blocks, *self.block_pool.take(num_new_blocks)),
             request.num_computed_tokens // self.block_size,
             request.num_computed_tokens,
         )
@@ -175,8 +176,8 @@ class KVCacheManager:
             if num_new_blocks + is_shared > self.block_pool.num_takeable_blocks:
                 return False
             if is_shared:
-                self._copy_on_write(table, index)
-            table += self.block_pool.take(num_new_blocks)
+                table = self._copy_on_write(table, index)
+            allocation.block_table = (*table, *self.block_pool.take(num_new_blocks))
         allocation.num_tokens = num_computed + num_new_tokens
         return True
 
@@ -189,9 +190,9 @@ class KVCacheManager:
     def block_table(self, request_id: str, num_tokens: int | None = None) -> tuple[int, ...]:
         """The request's blocks, in token order: all, or those for its first `num_tokens`."""
         table = self._allocations[request_id].block_table
-        return tuple(table if num_tokens is None else table[: self.num_blocks_for(num_tokens)])
+        return table if num_tokens is None else table[: self.num_blocks_for(num_tokens)]
 
-    def computed_blocks(self, request: Request) -> list[int]:
+    def computed_blocks(self, request: Request) -> tuple[int, ...]:
         """The beginning of the request's block table that holds computed tokens."""
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         return self._allocations[request.request_id].block_table[:num_blocks]
@@ -235,7 +236,7 @@ class KVCacheManager:
     def reorder(self, requests: Sequence[Request], parents: Sequence[int]) -> None:
         """Each request's blocks become what those of `requests[parent]` were before the call."""
         before = [self._allocations[request.request_id] for request in requests]
-        after = [replace(before[i], block_table=list(before[i].block_table)) for i in parents]
+        after = [replace(before[i]) for i in parents]
         changes = [
             (old, new)
             for own, other in zip(before, after, strict=True)
@@ -285,13 +286,13 @@ class KVCacheManager:
         if not publishes:
             self._prefix_cache.withdraw(request.request_id)
 
-    def _copy_on_write(self, table: list[int], index: int) -> None:
-        """Puts a block in the place of one that others hold too, to be filled by a copy."""
+    def _copy_on_write(self, table: tuple[int, ...], index: int) -> tuple[int, ...]:
+        """The table with a block in the place of one that others hold too, filled by a copy."""
         (target,) = self.block_pool.take(1)
         self._copies.append((table[index], target))
         self.block_pool.free([table[index]])
-        table[index] = target
         self.num_block_copies += 1
+        return (*table[:index], target, *table[index + 1 :])
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -304,6 +305,6 @@ class KVCacheManager:
         return num_new_blocks + num_idle_hits <= self.block_pool.num_takeable_blocks
 
 
-def _differences(old: list[int], new: list[int]) -> list[tuple[int | None, int | None]]:
+def _differences(old: Sequence[int], new: Sequence[int]) -> list[tuple[int | None, int | None]]:
     """Entries of two block tables that are not the same block, by place."""
     return [pair for pair in zip_longest(old, new) if pair[0] != pair[1]]

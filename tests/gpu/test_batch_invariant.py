@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rawpaged.backend import BatchMeta
-from rawpaged.engine.decode_graphs import is_decode
 from rawpaged.engine.engine import Engine
 from rawpaged.gpu.attention_work import split_work
 from rawpaged.gpu.token_roles import split_roles
@@ -102,11 +101,6 @@ def test_a_part_of_one_token_goes_where_it_is_told() -> None:
     # Part 1 is the second request; the third one's last token is part 3.
     assert decode.requests.tolist() == [1, 3]
     assert sorted(work.tiles[:, :3].tolist()) == [[0, 0, 2], [2, 0, 4], [4, 0, 2]]
-
-
-def test_graphs_take_generated_tokens_only() -> None:
-    assert is_decode(batch([(1, 9, 8), (1, 5, 4)]))
-    assert not is_decode(batch([(1, 9, 8), (1, 5, 5)]))
 
 
 # The engine, over simulated kernels

@@ -207,24 +207,28 @@ def write_to_shared_blocks(manager: KVCacheManager, request: Request, num_new_to
 
 
 def replace_a_shared_block_without_copying(
-    manager: KVCacheManager, table: list[int], index: int
-) -> None:
+    manager: KVCacheManager, table: tuple[int, ...], index: int
+) -> tuple[int, ...]:
     (target,) = manager.block_pool.take(1)
     manager.block_pool.free([table[index]])
-    table[index] = target
+    return (*table[:index], target, *table[index + 1 :])
 
 
-def copy_the_wrong_way_round(manager: KVCacheManager, table: list[int], index: int) -> None:
+def copy_the_wrong_way_round(
+    manager: KVCacheManager, table: tuple[int, ...], index: int
+) -> tuple[int, ...]:
     (target,) = manager.block_pool.take(1)
     manager._copies.append((target, table[index]))
     manager.block_pool.free([table[index]])
-    table[index] = target
+    return (*table[:index], target, *table[index + 1 :])
 
 
-def copy_and_keep_the_reference(manager: KVCacheManager, table: list[int], index: int) -> None:
+def copy_and_keep_the_reference(
+    manager: KVCacheManager, table: tuple[int, ...], index: int
+) -> tuple[int, ...]:
     (target,) = manager.block_pool.take(1)
     manager._copies.append((table[index], target))
-    table[index] = target
+    return (*table[:index], target, *table[index + 1 :])
 
 
 def copy_again_in_every_step(manager: KVCacheManager) -> tuple[tuple[int, int], ...]:
@@ -251,9 +255,10 @@ def fork_without_references(
     manager: KVCacheManager, parent: Request, child: Request, computed_blocks: Sequence[int]
 ) -> None:
     start_rightly(manager, child, [])
-    table = manager._allocations[child.request_id].block_table
-    manager.block_pool.free(table[: len(computed_blocks)])
-    table[: len(computed_blocks)] = computed_blocks
+    allocation = manager._allocations[child.request_id]
+    own = allocation.block_table
+    manager.block_pool.free(own[: len(computed_blocks)])
+    allocation.block_table = (*computed_blocks, *own[len(computed_blocks) :])
 
 
 def fork_from_other_tokens(admission: Admission, request: Request, sibling: Request) -> int:
@@ -286,7 +291,7 @@ def reorder_and_free_first(
     manager: KVCacheManager, requests: Sequence[Request], parents: Sequence[int]
 ) -> None:
     before = [manager._allocations[request.request_id] for request in requests]
-    tables = [list(before[parent].block_table) for parent in parents]
+    tables = [before[parent].block_table for parent in parents]
     for allocation in before:
         manager.block_pool.free(reversed(allocation.block_table))
     for request, table in zip(requests, tables, strict=True):
