@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic, overload
 
-from rawpaged.cpu.vector_ir import POWER_OF_TWO
+from rawpaged.cpu.vector_ir import LANES, POWER_OF_TWO, V16F, VectorBuilder
 
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH = np.float32(0.693145752)
@@ -21,7 +21,6 @@ _LN2_LOW = np.float32(1.42860677e-6)
 _LOWEST = np.float32(-87.0)
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
-_CHAINS = 16
 # Minimax polynomial for (exp(r) - 1 - r) / r^2 on [-ln2/2, ln2/2] (Cephes expf).
 _C0 = np.float32(1.9875691500e-4)
 _C1 = np.float32(1.3981999507e-3)
@@ -58,29 +57,31 @@ def power_of_two(x):
 
 @njit(nogil=True)
 def sum_of_squares(row):
-    """Sum of the squares of a float32 row in sixteen chains, element i in chain i % 16."""
-    size = row.shape[0]
-    whole = size - size % _CHAINS
-    sums = np.zeros(_CHAINS, np.float32)
-    for i in range(0, whole, _CHAINS):
-        part = row[i : i + _CHAINS]
-        for j in range(_CHAINS):
-            sums[j] += part[j] * part[j]
-    rest = row[whole:]
+    """Sum of the squares of a float32 row: of whole vectors in sixteen chains, then of the rest."""
+    vectors = row.shape[0] // LANES
+    total = _sum_of_squares(row.ctypes.data, vectors) if vectors else np.float32(0)
+    rest = row[LANES * vectors :]
     for i in range(rest.shape[0]):
-        sums[i] += rest[i] * rest[i]
-    return _fold(sums)
+        total += rest[i] * rest[i]
+    return total
 
 
-@njit(nogil=True)
-def _fold(sums):
-    """Sum of sixteen, as a balanced tree."""
-    width = _CHAINS
-    while width > 1:
-        width //= 2
-        for j in range(width):
-            sums[j] += sums[width + j]
-    return sums[0]
+@intrinsic
+def _sum_of_squares(typingctx: Any, address: Any, vectors: Any) -> Any:
+    """Of one or more vectors; the chains are added up as a balanced tree."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        build = VectorBuilder(builder, fused=False)
+        first, count = args
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            x = build.load(build.at(first, index, 4 * LANES), V16F, align=4)
+            return [build.multiply_add(x, x, sums[0])]
+
+        (sums,) = build.loop(count, [build.zeros()], add)
+        return build.fold(sums, lambda builder, a, b: builder.fadd(a, b))
+
+    return types.float32(types.intp, types.intp), generate
 
 
 def stored_like(x: Any, array: Any) -> Any:

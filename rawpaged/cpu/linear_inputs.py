@@ -119,8 +119,6 @@ def _store_floats(out, t, floats):
         return store_bfloat16
 
     def store_blocks(out, t, floats):
-        source, target = floats.ctypes.data, out[t].ctypes.data
-        for block in range(floats.shape[0] // BLOCK):
-            _quantize(source + 4 * BLOCK * block, target + _STEP * block)
+        _quantize(floats.ctypes.data, out[t].ctypes.data, floats.shape[0] // BLOCK)
 
     return store_blocks

@@ -87,6 +87,11 @@ class VectorBuilder:
         lane0 = self.builder.insert_element(undefined, scalar, I32(0))
         return self.builder.shuffle_vector(lane0, undefined, ir.Constant(V16I, [0] * LANES))
 
+    def shuffle(self, a: Any, b: Any, places: Sequence[int]) -> Any:
+        """Elements of a and b by their places in the two, one after the other."""
+        mask = ir.Constant(ir.VectorType(I32, len(places)), list(places))
+        return self.builder.shuffle_vector(a, b, mask)
+
     def constant(self, value: int) -> Any:
         """Sixteen of an i32."""
         return ir.Constant(V16I, [value] * LANES)
