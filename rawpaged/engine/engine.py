@@ -185,7 +185,7 @@ class Engine:
 
     def record_idle(self) -> None:
         """Bring the gauges up to date when nothing runs."""
-        self._recorder.record_step()
+        self._recorder.record_idle()
 
     def _update(self, step: StepRun, result: StepResult) -> list[EngineOutput]:
         """Append the tokens, end what has ended, count."""

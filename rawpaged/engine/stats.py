@@ -26,7 +26,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """Queues and KV pool after one step, and what it computed."""
+    """Queues and KV pool after a step, and what was computed since the last record of one."""
 
     num_running: int
     num_waiting: int
