@@ -96,17 +96,3 @@ def _stored_scaled(x, scale, cache):
     if cache.dtype == types.int8:
         return lambda x, scale, cache: to_int8(x / scale)
     return lambda x, scale, cache: stored_like(x, cache)
-
-
-def words_of_pairs(elements: Any) -> Any:
-    """Contiguous elements of a cache as words that hold a pair; float32 as they are."""
-    raise TypeError("words_of_pairs is for compiled code")
-
-
-@overload(words_of_pairs, inline="always")
-def _words_of_pairs(elements):
-    if elements.dtype == types.uint16:
-        return lambda elements: elements.view(np.uint32)
-    if elements.dtype == types.float32:
-        return lambda elements: elements
-    return lambda elements: elements.view(np.uint16)

@@ -10,7 +10,10 @@ from numba import njit
 
 from rawpaged.cpu.compiling import kernel
 from rawpaged.cpu.floats import row_of
-from rawpaged.cpu.kv_elements import stored_scaled, words_of_pairs
+from rawpaged.cpu.kv_elements import stored_scaled
+from rawpaged.cpu.rope_kernels import rotate, scatter_words, store_halves
+from rawpaged.cpu.scratch import borrow, keep
+from rawpaged.cpu.vector_ir import LANES
 
 
 @kernel
@@ -33,51 +36,61 @@ def rope_and_store_rows(
     Rows of a negative slot are not written.
     """
     size = cos_sin.shape[1]
-    block_size, pair = cache_keys.shape[3:]
-    rotated = np.empty(size, np.float32)
-    stored = np.empty(size, cache_keys.dtype)
+    room = (
+        np.empty(size, np.float32),  # rotated
+        np.empty((size + LANES - 1) // LANES * LANES, cache_keys.dtype),  # stored
+    )
+    rotated, stored = borrow(room)
+    block_size = cache_keys.shape[3]
     for t in range(start, stop):
-        cosines = cos_sin[positions[t], : size // 2]
-        sines = cos_sin[positions[t], size // 2 :]
-        queries = row_of(q, t)
+        angles = cos_sin.ctypes.data + positions[t] * cos_sin.strides[0]
         for first in range(0, q.columns, size):
-            _rotate(queries[first : first + size], cosines, sines)
+            head = q.address + t * q.stride + 4 * first
+            rotate(head, head, angles, angles + 2 * size, size // 2)
         if slot_mapping[t] < 0:
             continue
         block = slot_mapping[t] // block_size
         offset = slot_mapping[t] % block_size
-        keys, values = row_of(k, t), row_of(v, t)
+        values = row_of(v, t)
         for h in range(cache_keys.shape[1]):
-            _copy(rotated, keys[h * size : (h + 1) * size])
-            _rotate(rotated, cosines, sines)
+            head = k.address + t * k.stride + 4 * h * size
+            rotate(rotated.ctypes.data, head, angles, angles + 2 * size, size // 2)
             _round(stored, rotated, key_scale[h])
-            _copy(words_of_pairs(cache_keys[block, h])[:, offset, 0], words_of_pairs(stored))
+            _store_key(cache_keys, block, h, offset, stored)
             _round(stored, values[h * size : (h + 1) * size], value_scale[h])
-            _copy(cache_values[block, h, offset // pair, :, offset % pair], stored)
+            _store_value(cache_values, block, h, offset, stored, size)
+    keep(room)
 
 
 @njit(nogil=True, error_model="numpy")
 def _round(stored, x, scale):
     """Elements of a cache, side by side, so that this loop vectorises."""
-    for i in range(stored.shape[0]):
+    for i in range(x.shape[0]):
         stored[i] = stored_scaled(x[i], scale, stored)
 
 
 @njit(nogil=True)
-def _copy(target, source):
-    """target, of any stride and perhaps longer, = source."""
-    for i in range(source.shape[0]):
-        target[i] = source[i]
+def _store_key(cache_keys, block, head, offset, stored):
+    """A key of `head_dim` elements to one slot."""
+    base = cache_keys.ctypes.data + block * cache_keys.strides[0] + head * cache_keys.strides[1]
+    scatter_words(
+        base + offset * cache_keys.strides[3],
+        cache_keys.strides[2],
+        stored.ctypes.data,
+        cache_keys.shape[2],
+        cache_keys.strides[3],
+    )
 
 
 @njit(nogil=True)
-def _rotate(x, cosines, sines):
-    """Turn x f32[head_dim] by the angles, in place: halves that overlap nothing vectorise."""
-    half = cosines.shape[0]
-    low = x[:half]
-    high = x[half:]
-    for i in range(half):
-        first = low[i]
-        second = high[i]
-        low[i] = first * cosines[i] - second * sines[i]
-        high[i] = second * cosines[i] + first * sines[i]
+def _store_value(cache_values, block, head, offset, stored, size):
+    """A value of `size` elements to one slot; what pads it is not touched."""
+    pair = cache_values.shape[4]
+    line = cache_values[block, head, offset // pair]
+    num_vectors = 0
+    if stored.itemsize == 2:
+        num_vectors = size // LANES
+        if num_vectors > 0:
+            store_halves(line.ctypes.data, stored.ctypes.data, num_vectors, offset % pair)
+    for i in range(LANES * num_vectors, size):
+        line[i, offset % pair] = stored[i]
