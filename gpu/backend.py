@@ -115,7 +115,9 @@ class CudaBackend:
     ) -> PackedLinear:
         raise BackendError("a GPU's weights are dequantised: there are no kernels for blocks")
 
-    def linear_input(self, rows: int, weights: Sequence[LinearWeight]) -> Any:
+    def linear_input(
+        self, rows: int, weights: Sequence[LinearWeight], *, piece: int | None = None
+    ) -> Any:
         return self.empty((rows, weights[0].in_features), self.activation_dtype)
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:

@@ -293,10 +293,13 @@ class Backend(Protocol):
         """
         ...
 
-    def linear_input(self, rows: int, weights: Sequence[LinearWeight]) -> Any:
+    def linear_input(
+        self, rows: int, weights: Sequence[LinearWeight], *, piece: int | None = None
+    ) -> Any:
         """Room for x act[rows, in_features] of `linear` with any of the weights.
 
-        What it holds is the backend's: to be sliced by rows, and written and read by ops alone.
+        What it holds is the backend's: to be sliced by rows, reshaped but for the rows, and written
+        and read by ops alone. An op writes whole rows at a time, or `piece` columns.
         """
         ...
 
@@ -461,7 +464,10 @@ class Backend(Protocol):
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        """Causal attention of q act[n, num_heads, head_dim] over each request's blocks."""
+        """Causal attention of q act[n, num_heads, head_dim] over each request's blocks.
+
+        out act of that shape; it may be a `linear_input` with pieces of head_dim.
+        """
         ...
 
     def silu_and_mul(self, out: Any, gate_up: Any) -> None:

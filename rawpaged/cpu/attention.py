@@ -48,6 +48,7 @@ from rawpaged.cpu.key_groups import (
     widen_partition,
 )
 from rawpaged.cpu.kv_cache import scales_of
+from rawpaged.cpu.linear_inputs import Input, piece_of, store_piece, target_of
 from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.scratch import borrow, keep
 from rawpaged.cpu.threads import ThreadTeam
@@ -82,8 +83,8 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
         stop,
         room,
     ):
-        queries, scores, weights, values, states, bounds, odd_line = room[:7]
-        wide_keys, wide_values, wide_listed, listed, state = room[7:]
+        queries, scores, weights, values, states, bounds, odd_line, finished = room[:8]
+        wide_keys, wide_values, wide_listed, listed, state = room[8:]
         head_dim = queries.shape[1]
         group = q.columns // head_dim // cache_keys.shape[1]
         for task in range(start, stop):
@@ -153,14 +154,21 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
                 row = 0
                 for token in range(first, last):
                     for query_head in range(head * group, (head + 1) * group):
-                        target = _head_of(out, token, query_head, head_dim)
-                        _finish(target, states[0, row], values[0, row], value_scale[head])
+                        _finish(
+                            out,
+                            token,
+                            query_head * head_dim,
+                            states[0, row],
+                            values[0, row],
+                            value_scale[head],
+                            finished,
+                        )
                         row += 1
 
     run_tasks = njit(nogil=True, error_model="numpy")(set_variant(run_tasks, arithmetic))
 
     def attention_tasks(
-        out,  # rows f32[num_heads * head_dim]
+        out,  # [num_heads * head_dim], of `linear_inputs.py`
         q,  # rows f32[num_heads * head_dim]
         cache_keys,
         cache_values,
@@ -189,6 +197,7 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
             np.empty((2, capacity, 2), np.float32),  # states
             np.empty((capacity, 2), np.int64),  # bounds
             np.empty(1 + width // 2, np.int64),  # odd_line
+            np.empty(head_dim, np.float32),  # finished
             key_scratch(cache_keys),
             value_scratch(cache_values),
             np.empty((2, GROUPS), np.int64),  # where these are
@@ -239,12 +248,6 @@ def _make_load_queries(arithmetic: Arithmetic) -> Any:
 
 
 @njit(nogil=True)
-def _head_of(rows, token, head, head_dim):
-    """f32[head_dim] of one token."""
-    return row_of(rows, token)[head * head_dim : (head + 1) * head_dim]
-
-
-@njit(nogil=True)
 def _prefetch_queries(q, task, head_bytes):
     """head_bytes are those of a token's query heads of a KV head."""
     address = q.address + task[HEAD] * head_bytes
@@ -279,19 +282,21 @@ def _join(state, values, more_state, more_values):
 
 
 @njit(nogil=True, error_model="numpy")
-def _finish(out, state, values, value_scale):
-    """out f32[head_dim] = values / the sum of their weights * value_scale."""
-    num_vectors = out.shape[0] // LANES
+def _finish(out, token, first, state, values, value_scale, scratch):
+    """A head of `out` = values / the sum of their weights * value_scale; scratch f32[head_dim]."""
+    target = piece_of(out, token, first, scratch.shape[0], scratch)
+    num_vectors = target.shape[0] // LANES
     finish_row(
-        out.ctypes.data, state.ctypes.data, values.ctypes.data, value_scale, num_vectors
+        target.ctypes.data, state.ctypes.data, values.ctypes.data, value_scale, num_vectors
     )
-    for i in range(LANES * num_vectors, out.shape[0]):
-        out[i] = values[i] * (value_scale / state[1])
+    for i in range(LANES * num_vectors, target.shape[0]):
+        target[i] = values[i] * (value_scale / state[1])
+    store_piece(out, token, first, target)
 
 
 @kernel
 def merge_slots(
-    out,  # rows f32[num_heads * head_dim]
+    out,  # [num_heads * head_dim], of `linear_inputs.py`
     merges,  # i32[num_merges, MERGE_FIELDS]
     slot_states,
     slot_values,
@@ -302,16 +307,21 @@ def merge_slots(
 ):
     """Join the partitions of split tasks, for merges [start, stop)."""
     group, width = slot_values.shape[1:]
-    values = np.empty(width, np.float32)
-    state = np.empty(2, np.float32)
+    room = (
+        np.empty(width, np.float32),  # values
+        np.empty(2, np.float32),  # state
+        np.empty(head_dim, np.float32),  # finished
+    )
+    values, state, finished = borrow(room)
     for merge in range(start, stop):
         row, head, first_slot, num_slots = merges[merge]
         for g in range(group):
             state[:] = _ZERO
             for slot in range(first_slot, first_slot + num_slots):
                 _join(state, values, slot_states[slot, g], slot_values[slot, g])
-            target = _head_of(out, row, head * group + g, head_dim)
-            _finish(target, state, values, value_scale[head])
+            first = (head * group + g) * head_dim
+            _finish(out, row, first, state, values, value_scale[head], finished)
+    keep(room)
 
 
 ATTENTION_KERNELS: dict[Arithmetic, Kernel] = {
@@ -330,7 +340,7 @@ class AttentionOp:
 
     def __call__(
         self,
-        out: Float32,
+        out: Input,
         q: Float32,
         cache: KVCache,
         plan: AttentionPlan,
@@ -345,7 +355,7 @@ class AttentionOp:
         self._team.run(
             ATTENTION_KERNELS[arithmetic],
             work.num_tasks,
-            RowsOf(out),
+            target_of(out),
             RowsOf(q),
             cache.keys,
             cache.values,
@@ -362,7 +372,7 @@ class AttentionOp:
         self._team.run(
             merge_slots,
             work.num_merges,
-            RowsOf(out),
+            target_of(out),
             work.merges,
             slot_states,
             slot_values,

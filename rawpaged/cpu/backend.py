@@ -103,8 +103,11 @@ class CpuBackend:
     ) -> CpuLinear:
         return pack_parts(parts, bias, self.dtype, self._weights.empty)
 
-    def linear_input(self, rows: int, weights: Sequence[LinearWeight]) -> Input:
-        return self._linear.empty_input(rows, [_packed(weight) for weight in weights])
+    def linear_input(
+        self, rows: int, weights: Sequence[LinearWeight], *, piece: int | None = None
+    ) -> Input:
+        packed = [_packed(weight) for weight in weights]
+        return self._linear.empty_input(rows, packed, piece)
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         return weight
@@ -252,7 +255,7 @@ class CpuBackend:
 
     def paged_attention(
         self,
-        out: Float32,
+        out: Input,
         q: Float32,
         cache: KVCache,
         plan: AttentionPlan,

@@ -14,6 +14,7 @@ from rawpaged.cpu.attention import AttentionOp
 from rawpaged.cpu.checks import check_shapes
 from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import ROW_GRAIN, best_arithmetic
+from rawpaged.cpu.linear_inputs import Input
 from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.rope import rope_and_store_rows
 from rawpaged.cpu.threads import PerRow, ThreadTeam
@@ -119,7 +120,7 @@ class CacheOps:
 
     def paged_attention(
         self,
-        out: Float32,
+        out: Input,
         q: Float32,
         cache: KVCache,
         plan: AttentionPlan,

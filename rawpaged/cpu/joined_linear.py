@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rawpaged.backend import QuantizedRows
+from rawpaged.cpu.block_types import BLOCK
 from rawpaged.cpu.linear import LinearOp, PackedLinear, best_arithmetic, embed_table, pack_linear
 from rawpaged.cpu.linear_inputs import Input, empty_input
 from rawpaged.cpu.quantized_linear import QuantizedLinear, QuantizedLinearOp, pack_quantized
@@ -93,10 +94,17 @@ class LinearOps:
         self._plain = LinearOp(team, best_arithmetic(dtype))
         self._quantized = QuantizedLinearOp(team)
 
-    def empty_input(self, rows: int, weights: Sequence[CpuLinear]) -> Input:
-        """Room for x of `linear` with any of the weights, in the form that all of them take."""
+    def empty_input(
+        self, rows: int, weights: Sequence[CpuLinear], piece: int | None = None
+    ) -> Input:
+        """Room for x of `linear` with any of the weights, in the form that all of them take.
+
+        float32 where there is none, or where pieces of columns are not whole blocks or pairs.
+        """
         forms = {self._form(part) for weight in weights for part in _parts(weight)}
         dtype = forms.pop() if len(forms) == 1 else np.float32
+        if piece is not None and piece % (BLOCK if dtype == np.uint8 else 2):
+            dtype = np.float32
         return empty_input(rows, weights[0].in_features, dtype)
 
     def linear(self, out: Float32, x: Input, weight: CpuLinear) -> None:

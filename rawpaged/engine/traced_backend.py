@@ -85,8 +85,10 @@ class TracedBackend:
     ) -> LinearWeight:
         return self._inner.pack_quantized(parts, bias)
 
-    def linear_input(self, rows: int, weights: Sequence[LinearWeight]) -> Any:
-        return self._inner.linear_input(rows, weights)
+    def linear_input(
+        self, rows: int, weights: Sequence[LinearWeight], *, piece: int | None = None
+    ) -> Any:
+        return self._inner.linear_input(rows, weights, piece=piece)
 
     def offload_linear(self, weight: LinearWeight) -> LinearWeight:
         return self._inner.offload_linear(weight)

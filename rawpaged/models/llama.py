@@ -24,7 +24,7 @@ class _Buffers:
     normed: Any  # [max_num_tokens, hidden_size], an input of linear layers
     delta: Any  # [max_num_tokens, hidden_size], what a sub-layer adds to the residual
     qkv: Any  # [max_num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    attention: Any  # [max_num_tokens, num_heads * head_dim]
+    attention: Any  # [max_num_tokens, num_heads * head_dim], of backend.linear_input
     gate_up: Any  # [max_num_tokens, 2 * intermediate_size]
     activated: Any  # [max_num_tokens, intermediate_size], an input of linear layers
     selected: Any  # [max_logits_rows, hidden_size], like normed
@@ -163,7 +163,9 @@ def _allocate(
         normed=backend.linear_input(n, take_normed),
         delta=buffer(n, config.hidden_size),
         qkv=buffer(n, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
-        attention=buffer(n, config.num_heads * config.head_dim),
+        attention=backend.linear_input(
+            n, [layer.o_proj for layer in weights.layers], piece=config.head_dim
+        ),
         gate_up=buffer(n, 2 * config.intermediate_size),
         activated=backend.linear_input(n, [layer.down_proj for layer in weights.layers]),
         selected=backend.linear_input(max_logits_rows, take_normed),

@@ -11,8 +11,10 @@ import pytest
 
 from rawpaged.backend import LinearWeight, QuantizedRows
 from rawpaged.cpu.backend import CpuBackend
+from rawpaged.cpu.features import FEATURES
 from rawpaged.cpu.linear_inputs import LinearInput
 from tests.cpu.blocks import random_rows
+from tests.ops.cases import AttentionCase, make_meta
 
 NUM_TOKENS = 21
 Float32 = npt.NDArray[np.float32]
@@ -76,6 +78,46 @@ def test_the_bits_of_float32(backend: CpuBackend, kind: str, size: int) -> None:
                 backend.linear(out[0], x, layer)
                 backend.linear(out[1], expected_x, layer)
                 np.testing.assert_array_equal(out[0], out[1])
+
+
+@pytest.mark.parametrize("kind", ["floats", "blocks", "mixed"])
+@pytest.mark.parametrize("head_dim", [64, 48])
+def test_attention_gives_the_bits_of_float32(
+    backend: CpuBackend, kind: str, head_dim: int
+) -> None:
+    """Whole tiles, and a long query that is split and merged; blocks lie in heads, or across."""
+    case = AttentionCase(
+        "", ((1, 2100), (20, 300)), num_heads=4, num_kv_heads=2, head_dim=head_dim
+    )
+    rng = np.random.default_rng(2)
+    meta, num_blocks = make_meta(case, rng)
+    cache = backend.new_kv_cache(num_blocks, 2, head_dim, case.block_size)
+    for pool in (cache.keys, cache.values):
+        floats = rng.standard_normal(pool.shape).astype(np.float32)
+        pool[...] = floats.view(np.uint32) >> 16 if pool.dtype == np.uint16 else floats
+    q = rng.standard_normal((NUM_TOKENS, 4, head_dim)).astype(np.float32)
+    layers = weights(backend, kind, 4 * head_dim)
+    plan = backend.plan(meta, num_heads=4, num_kv_heads=2)
+    assert plan.work.num_merges[0] > 0
+    plain = np.full((NUM_TOKENS, 4 * head_dim), np.nan, np.float32)
+    own = backend.linear_input(NUM_TOKENS + 2, layers, piece=head_dim)[:NUM_TOKENS]
+    for out in (plain, own):
+        heads = out.reshape((NUM_TOKENS, 4, head_dim))
+        backend.paged_attention(heads, q, cache, plan, scale=0.1, sliding_window=None)
+    assert isinstance(own, LinearInput) == has_form(backend, kind, head_dim)
+    for layer in layers:
+        products = np.empty((2, NUM_TOKENS, layer.out_features), np.float32)
+        backend.linear(products[0], own, layer)
+        backend.linear(products[1], plain, layer)
+        assert np.isfinite(products).all()
+        np.testing.assert_array_equal(products[0], products[1])
+
+
+def has_form(backend: CpuBackend, kind: str, head_dim: int) -> bool:
+    """Whether attention can write the form that the layers of a kind take."""
+    if kind == "blocks":
+        return head_dim % 32 == 0
+    return kind == "floats" and backend.dtype == "bfloat16" and FEATURES.avx512_bf16
 
 
 def test_each_form_is_used() -> None:
