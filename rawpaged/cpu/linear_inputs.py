@@ -168,8 +168,7 @@ def _store_piece(out, t, first, floats):
         return store_bfloat16
 
     def store_blocks(out, t, first, floats):
-        source, target = floats.ctypes.data, out[t].ctypes.data + first // BLOCK * _STEP
-        for block in range(floats.shape[0] // BLOCK):
-            _quantize(source + 4 * BLOCK * block, target + _STEP * block)
+        target = out[t].ctypes.data + first // BLOCK * _STEP
+        _quantize(floats.ctypes.data, target, floats.shape[0] // BLOCK)
 
     return store_blocks
