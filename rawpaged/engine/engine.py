@@ -6,7 +6,6 @@ Knows nothing of text, threads or HTTP. `rawpaged.engine.engine_thread` drives i
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from itertools import zip_longest
 
 from rawpaged.config import SchedulerConfig
@@ -189,9 +188,9 @@ class Engine:
 
     def _update(self, step: StepRun, result: StepResult) -> list[EngineOutput]:
         """Append the tokens, end what has ended, count."""
-        outputs = self._fail_broken(step, result)
-        self._keep_prompt_logprobs(step, result)
         tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
+        outputs = self._fail_broken(step, result) if NO_TOKEN in tokens.values() else []
+        self._keep_prompt_logprobs(step, result)
         finished = self.scheduler.complete(tokens)
         outputs += self._token_outputs(step, result)
         outputs += self._advance_beams(step, result)
@@ -280,7 +279,7 @@ class Engine:
                 request.token_ids[request.num_prompt_tokens :] = beam.hypothesis.token_ids
                 self.scheduler.finish(request.request_id, beam.finish_reason, beam.stop_reason)
             self._forget(request)
-        return replace(output, finish_reason=reason, beams=beams)
+        return output._replace(finish_reason=reason, beams=beams)
 
     def _keep_prompt_logprobs(self, step: StepRun, result: StepResult) -> None:
         for request_id, by_position in result.prompt_logprobs.items():

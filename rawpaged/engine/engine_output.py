@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rawpaged.engine.beam_groups import BeamOutput
 from rawpaged.engine.sampler import PositionLogprobs
 from rawpaged.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
+class EngineOutput(NamedTuple):
     """What one step brought one request; `finish_reason` on its last."""
 
     request_id: str

@@ -144,7 +144,11 @@ class _RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self.samples)
+        # A loop, as this is asked for every token, and there is one sample most of the time.
+        for sample in self.samples:  # noqa: SIM110
+            if sample.finish_reason is None:
+                return False
+        return True
 
     def take(self, sample: SampleOutput, output: EngineOutput) -> str | None:
         """Apply one engine output; returns a stop string that has just been met."""

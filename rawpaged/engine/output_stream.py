@@ -11,7 +11,33 @@ from rawpaged.engine.output_processor import Submission
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
 
-Outputs = asyncio.Queue[RequestOutput | Exception]
+
+class Outputs:
+    """A queue between two callbacks of one event loop, one of which is the only reader.
+
+    It does for one what asyncio.Queue does for many, in a third of the calls.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[RequestOutput | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put_nowait(self, item: RequestOutput | Exception) -> None:
+        """Add at the end, and wake the reader."""
+        self._items.append(item)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def get(self) -> RequestOutput | Exception:
+        """Take the first, when there is one."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items.popleft()
 
 
 class LoopMailbox:
@@ -59,7 +85,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """None once the request has ended for the reader."""
         self._thread = thread
         self._mailbox = mailbox
-        self._outputs: Outputs = asyncio.Queue()
+        self._outputs = Outputs()
 
     def submit(
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams

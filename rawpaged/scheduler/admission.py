@@ -53,6 +53,8 @@ class Admission:
 
     def admit(self, step: Step) -> None:
         """Starts requests while the step has budget."""
+        if len(self._waiting) == 0:
+            return
         self._num_seats_taken = sum(
             len(group.requests) if group.lockstep else len(self._running.members(group))
             for group in self._running.groups

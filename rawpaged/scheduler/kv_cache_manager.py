@@ -228,7 +228,8 @@ class KVCacheManager:
         known already      published now                                      | stays private
         """
         allocation = self._allocations[request.request_id]
-        if allocation.publishes:
+        next_end = (allocation.num_published + 1) * self.block_size
+        if allocation.publishes and request.num_computed_tokens >= next_end:
             allocation.num_published = self._prefix_cache.publish(
                 request, allocation.block_table, allocation.num_published
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 UNKNOWN_TOKEN = -1
 """Stands for the token that the step before is still sampling for the same request."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One request's share of a step.
 
     The step computes positions [start, start + len(token_ids)) of the request and, if `samples`,

@@ -191,12 +191,12 @@ class CompletionAnswer:
     ) -> CompletionLogprobs | None:
         """Logprobs of the sample's new tokens, and of the echoed prompt's on the first call."""
         is_first = index not in self._begun
-        writer = CompletionLogprobsWriter(
-            text_offset=self._begun.setdefault(index, 0),
-            tokens_as_ids=self.body.return_tokens_as_token_ids,
-        )
+        text_offset = self._begun.setdefault(index, 0)
         if self.body.logprobs is None:
             return None
+        writer = CompletionLogprobsWriter(
+            text_offset=text_offset, tokens_as_ids=self.body.return_tokens_as_token_ids
+        )
         positions = self._prompt_logprobs[prompt_index]
         # None also when the request was aborted before its prompt was computed.
         if is_first and self.body.echo and positions is not None:

@@ -134,7 +134,7 @@ def test_broken_logits_of_a_beam_end_its_search(monkeypatch: pytest.MonkeyPatch)
 
     def broken(*args: Any) -> StepResult:
         result = result_of(*args)
-        token = replace(result.sampled["a-1"], token_id=NO_TOKEN)
+        token = result.sampled["a-1"]._replace(token_id=NO_TOKEN)
         return replace(result, sampled={**result.sampled, "a-1": token})
 
     monkeypatch.setattr(engine.runner, "result", broken)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +47,7 @@ def test_a_decode_batch_is_that_batch(output: SchedulerOutput) -> None:
 def test_a_batch_of_something_else_is_none() -> None:
     one = ScheduledRequest("a", (5,), 3, (0,), samples=True)
     two = ScheduledRequest("b", (5, 6), 2, (0,), samples=True)
-    silent = replace(one, samples=False)
+    silent = one._replace(samples=False)
     for other in (two, silent):
         assert make_decode_batch(SchedulerOutput((one, other), ()), BLOCK_SIZE) is None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -282,7 +281,7 @@ def store_what_is_stored(step: Step, request: Request, num_tokens: int) -> None:
         copies = dict((new, old) for old, new in step._kv_cache_manager._copies)
         scheduled = step._scheduled.pop()
         table = tuple(copies.get(block_id, block_id) for block_id in scheduled.block_table)
-        step._scheduled.append(replace(scheduled, block_table=table))
+        step._scheduled.append(scheduled._replace(block_table=table))
     else:
         give_rightly(step, request, num_tokens)
 
