@@ -46,7 +46,7 @@ def exp(x):
 
 @njit(nogil=True, inline="always")
 def power_of_two(x):
-    """2**x for float32 x <= 0, within 3 ulp above -126; about 1e-38 below."""
+    """2**x for float32 x <= 126, within 3 ulp above -126; about 1e-38 below."""
     x = max(x, np.float32(-126.0))
     n = np.rint(x)
     r = x - n
