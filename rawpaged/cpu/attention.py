@@ -145,8 +145,9 @@ def _make_kernel(arithmetic: Arithmetic) -> Kernel:
                     odd_line,
                 )
                 if slot >= 0:
-                    slot_states[slot + partition - first_partition] = states[into, :rows]
-                    slot_values[slot + partition - first_partition] = values[into, :rows]
+                    own_slot = slot + partition - first_partition
+                    _copy(slot_states[own_slot], states[into])
+                    _copy(slot_values[own_slot], values[into])
                 elif into != 0:
                     for row in range(rows):
                         _join(states[0, row], values[0, row], states[1, row], values[1, row])
@@ -267,6 +268,14 @@ def _find_bounds(bounds, positions, group, origin, end, window):
             bounds[row, 0] = low
             bounds[row, 1] = high
             row += 1
+
+
+@njit(nogil=True)
+def _copy(target, source):
+    """target = the first rows of source; an assignment of slices takes seconds to compile."""
+    for row in range(target.shape[0]):
+        for i in range(target.shape[1]):
+            target[row, i] = source[row, i]
 
 
 @njit(nogil=True)

@@ -36,6 +36,10 @@ _FEW_ROWS = 4
 """Up to so many rows, memory is what is waited for."""
 MOST_ROWS, STRIP = (6, 4) if FEATURES.avx512f else (2, 2)
 """Rows and vectors of columns whose sums fit the registers."""
+_ROWS = (1, 2, 3, 4, MOST_ROWS) if FEATURES.avx512f else (1, 2)
+_ROWS_OF_VECTOR = (2, MOST_ROWS) if FEATURES.avx512f else (2,)
+"""Numbers of rows that there is code for: each takes long to compile. Others are computed as the
+next larger one, with the last row again; one vector of columns at a time is for odd head sizes."""
 
 
 _AT_ONCE, _AT_ONCE_OF_FEW = (4, 8) if FEATURES.avx512f else (2, 2)
@@ -54,7 +58,7 @@ def make_score_kernel(arithmetic: Arithmetic) -> Callable[..., None]:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         build = VectorBuilder(builder, fused=FEATURES.fma)
         rows, *rest = args
-        build.by_number(rows, MOST_ROWS, lambda n: _emit_scores(build, arithmetic, n, *rest))
+        _by_rows(build, rows, _ROWS, partial(_emit_scores, build, arithmetic), rest)
         return context.get_dummy_value()
 
     def typer(
@@ -80,8 +84,8 @@ def make_value_kernel(arithmetic: Arithmetic, vectors: int) -> Callable[..., Non
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         build = VectorBuilder(builder, fused=FEATURES.fma)
         rows, *rest = args
-        emit = partial(_emit_values, build, arithmetic, vectors)
-        build.by_number(rows, MOST_ROWS, lambda n: emit(n, *rest))
+        variants = _ROWS if vectors > 1 else _ROWS_OF_VECTOR
+        _by_rows(build, rows, variants, partial(_emit_values, build, arithmetic, vectors), rest)
         return context.get_dummy_value()
 
     def typer(
@@ -134,6 +138,34 @@ def prefetch(typingctx: Any, address: Any, num_bytes: Any) -> Any:
     return types.void(*[types.intp] * 2), generate
 
 
+def _by_rows(
+    build: VectorBuilder, rows: Any, variants: tuple[int, ...], emit: Callable[..., None], rest: Any
+) -> None:
+    """The code of emit(variant, rows, *rest) for the least of the variants that has room."""
+    builder = build.builder
+    end = builder.append_basic_block("end")
+    switch = builder.switch(rows, end)
+    for below, variant in zip((0, *variants), variants, strict=False):
+        block = builder.append_basic_block(f"up_to_{variant}")
+        for number in range(below + 1, variant + 1):
+            switch.add_case(I64(number), block)
+        builder.position_at_end(block)
+        emit(variant, rows, *rest)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _row_addresses(build: VectorBuilder, base: Any, stride: Any, variant: int, rows: Any) -> Any:
+    """Those of `rows` rows, and the last one's again where the variant has more."""
+    builder = build.builder
+    last = builder.sub(rows, I64(1))
+    addresses = []
+    for row in range(variant):
+        is_within = builder.icmp_signed("<", I64(row), last)
+        addresses.append(build.at(base, builder.select(is_within, I64(row), last), stride))
+    return addresses
+
+
 def _following(build: VectorBuilder, ahead: Any, rows: int, number: int) -> list[Any]:
     """The groups to prefetch while `number` groups from entry `ahead` on are in use."""
     distances = _DISTANCES if rows <= _FEW_ROWS else _DISTANCES[-1:]
@@ -141,14 +173,14 @@ def _following(build: VectorBuilder, ahead: Any, rows: int, number: int) -> list
 
 
 def _emit_scores(
-    build: VectorBuilder, arithmetic: Arithmetic, rows: int, q: Any, q_stride: Any, groups: Any,
-    ahead: Any, count: Any, steps: Any, line_bytes: Any, ahead_bytes: Any, scores: Any,
-    scores_stride: Any,
+    build: VectorBuilder, arithmetic: Arithmetic, rows: int, real_rows: Any, q: Any, q_stride: Any,
+    groups: Any, ahead: Any, count: Any, steps: Any, line_bytes: Any, ahead_bytes: Any,
+    scores: Any, scores_stride: Any,
 ) -> None:  # fmt: skip
     """The loops for so many rows: some groups at a time, then half as many, down to one."""
     builder, products = build.builder, Products(build, arithmetic)
-    q_rows = build.row_addresses(q, q_stride, rows)
-    score_rows = build.row_addresses(scores, scores_stride, rows)
+    q_rows = _row_addresses(build, q, q_stride, rows, real_rows)
+    score_rows = _row_addresses(build, scores, scores_stride, rows, real_rows)
     at_once = _AT_ONCE_OF_FEW if 8 * rows <= MOST_ROWS * _AT_ONCE else _AT_ONCE
 
     def some_groups(first: Any, number: int) -> None:
@@ -183,16 +215,16 @@ def _emit_scores(
 
 
 def _emit_values(
-    build: VectorBuilder, arithmetic: Arithmetic, vectors: int, rows: int, weights: Any,
-    weights_stride: Any, groups: Any, ahead: Any, ahead_shift: Any, count: Any, steps: Any,
-    line_bytes: Any, offset: Any, out: Any, out_stride: Any,
+    build: VectorBuilder, arithmetic: Arithmetic, vectors: int, rows: int, real_rows: Any,
+    weights: Any, weights_stride: Any, groups: Any, ahead: Any, ahead_shift: Any, count: Any,
+    steps: Any, line_bytes: Any, offset: Any, out: Any, out_stride: Any,
 ) -> None:  # fmt: skip
     """The loops for so many rows."""
     builder, products = build.builder, Products(build, arithmetic)
     bytes_of_step = x_bytes_of_step(arithmetic)
     group_bytes = bytes_of_step * (LANES if arithmetic == "float32" else LANES // 2)
-    weight_rows = build.row_addresses(weights, weights_stride, rows)
-    out_rows = build.row_addresses(out, out_stride, rows)
+    weight_rows = _row_addresses(build, weights, weights_stride, rows, real_rows)
+    out_rows = _row_addresses(build, out, out_stride, rows, real_rows)
 
     def group(number: Any, sums: list[Any]) -> list[Any]:
         values_at = build.load(build.at(groups, number, 8), I64)
