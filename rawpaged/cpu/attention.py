@@ -19,11 +19,8 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
-from rawpaged.backend import AttentionPlan, KVCache
-from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.attention_kernels import MOST_ROWS, prefetch
 from rawpaged.cpu.attention_partition import make_partition
 from rawpaged.cpu.attention_rows import finish_row, join_row, make_scale_row
@@ -31,10 +28,8 @@ from rawpaged.cpu.attention_work import (
     FIRST,
     HEAD,
     LAST,
-    MAX_SLOTS,
     PARTITION,
     TILE_ROWS,
-    AttentionWork,
 )
 from rawpaged.cpu.compiling import Kernel, kernel, set_variant
 from rawpaged.cpu.floats import row_of, stored_like
@@ -47,17 +42,12 @@ from rawpaged.cpu.key_groups import (
     value_scratch,
     widen_partition,
 )
-from rawpaged.cpu.kv_cache import scales_of
-from rawpaged.cpu.linear_inputs import Input, piece_of, store_piece, target_of
+from rawpaged.cpu.linear_inputs import piece_of, store_piece
 from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.scratch import borrow, keep
-from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.cpu.vector_ir import LANES
 
-Float32 = npt.NDArray[np.float32]
-
 _ZERO = np.float32(0.0)
-_LOG2_E = 1.4426950408889634
 
 
 def _make_kernel(arithmetic: Arithmetic) -> Kernel:
@@ -336,65 +326,3 @@ def merge_slots(
 ATTENTION_KERNELS: dict[Arithmetic, Kernel] = {
     arithmetic: _make_kernel(arithmetic) for arithmetic in get_args(Arithmetic)
 }
-
-
-class AttentionOp:
-    """Attention of a planned step; keeps room for split tasks."""
-
-    def __init__(self, team: ThreadTeam, pairs: Arithmetic) -> None:
-        """`pairs` is the arithmetic for caches of pairs; that for float32 is float32."""
-        self._team = team
-        self._pairs = pairs
-        self._room: dict[tuple[int, int], tuple[Float32, Float32]] = {}
-
-    def __call__(
-        self,
-        out: Input,
-        q: Float32,
-        cache: KVCache,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        sliding_window: int | None,
-    ) -> None:
-        work: AttentionWork = plan.work
-        slot_states, slot_values = self._slots(q.shape[1] // cache.keys.shape[1], cache)
-        key_scale, value_scale = scales_of(cache)
-        arithmetic: Arithmetic = "float32" if cache.keys.shape[4] == 1 else self._pairs
-        self._team.run(
-            ATTENTION_KERNELS[arithmetic],
-            work.num_tasks,
-            target_of(out),
-            RowsOf(q),
-            cache.keys,
-            cache.values,
-            key_scale,
-            value_scale,
-            plan.positions,
-            plan.block_tables,
-            work.tasks,
-            slot_states,
-            slot_values,
-            np.float32(scale * _LOG2_E),
-            sliding_window or 0,
-        )
-        self._team.run(
-            merge_slots,
-            work.num_merges,
-            target_of(out),
-            work.merges,
-            slot_states,
-            slot_values,
-            value_scale,
-            q.shape[2],
-        )
-
-    def _slots(self, group: int, cache: KVCache) -> tuple[Float32, Float32]:
-        """Room that all layers use; the system gives it when it is first written."""
-        width = cache.values.shape[3]
-        if (group, width) not in self._room:
-            self._room[group, width] = (
-                np.empty((MAX_SLOTS, group, 2), np.float32),
-                np.empty((MAX_SLOTS, group, width), np.float32),
-            )
-        return self._room[group, width]

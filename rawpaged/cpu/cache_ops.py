@@ -10,7 +10,7 @@ import numpy.typing as npt
 from rawpaged.backend import AttentionPlan, KVCache, KVScales, check_block_pairs, check_scales
 from rawpaged.cpu import kv_cache
 from rawpaged.cpu.arguments import RowsOf
-from rawpaged.cpu.attention import AttentionOp
+from rawpaged.cpu.attention_op import AttentionOp
 from rawpaged.cpu.checks import check_shapes
 from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import ROW_GRAIN, best_arithmetic

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from rawpaged.backend import BatchMeta
-from rawpaged.cpu.attention import AttentionOp
+from rawpaged.cpu.attention_op import AttentionOp
 from rawpaged.cpu.attention_work import (
     FIRST,
     FIRST_PARTITION,
