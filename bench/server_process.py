@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -41,6 +42,7 @@ def started_server(command: str, url: str, timeout: float) -> Iterator[RunningSe
         process = subprocess.Popen(shlex.split(command), stdout=_STDERR, stderr=_STDERR)
     except OSError as error:
         raise ServerFailedError(f"cannot start {command!r}: {error}") from error
+    print(f"waiting for {url.rstrip('/')}/health", file=sys.stderr)
     try:
         _wait_until_healthy(process, url, started + timeout)
         yield RunningServer(process.pid, time.monotonic() - started)

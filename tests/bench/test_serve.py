@@ -125,13 +125,16 @@ def test_a_server_that_ends_at_once(port: int, capsys: pytest.CaptureFixture[str
     assert "ended with 3" in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_answer_in_time(port: int) -> None:
+def test_a_server_that_does_not_answer_in_time(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = f"{sys.executable} -c 'import time; time.sleep(60)'"
     with (
         pytest.raises(ServerFailedError, match="in time"),
-        started_server(command, f"http://127.0.0.1:{port}", timeout=0.3),
+        started_server(command, f"http://127.0.0.1:{port}/", timeout=0.3),
     ):
         pass
+    assert f"waiting for http://127.0.0.1:{port}/health" in capsys.readouterr().err
 
 
 def test_a_command_that_does_not_exist(port: int) -> None:
