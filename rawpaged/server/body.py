@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import msgspec
 from aiohttp import web
 
 from rawpaged.server.context import CONTEXT
 from rawpaged.server.errors import HttpError
+
+# Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes when the body is
+# there already, and the requests of a client that has left would run to their ends.
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
 
 BODY_TIMEOUT_SECONDS = 60.0
 
@@ -27,7 +35,8 @@ async def read_body(request: web.Request) -> bytes:
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(limit, request.content_length)
     try:
-        return await asyncio.wait_for(request.read(), BODY_TIMEOUT_SECONDS)
+        async with timeout(BODY_TIMEOUT_SECONDS):
+            return await request.read()
     except asyncio.TimeoutError:
         raise HttpError(408, f"the body took over {BODY_TIMEOUT_SECONDS:g} s to arrive") from None
     except web.RequestPayloadError as error:
