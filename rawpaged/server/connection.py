@@ -1,4 +1,7 @@
-"""One client's connection: what is no HTTP is answered and logged in a line, not a traceback."""
+"""One client's connection: what is no HTTP is answered and logged in a line, not a traceback.
+
+Clients that leave in the middle are no error either; the access log has a line for them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,12 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer where no handler gave one: bytes that are no HTTP, or a failure in aiohttp."""
+        """The answer where no handler gave one: bytes that are no HTTP, or a failure in aiohttp.
+
+        Raises ConnectionError again, which aiohttp takes for a client that has left.
+        """
+        if isinstance(exc, ConnectionError):
+            raise exc
         response: web.StreamResponse
         if isinstance(exc, HttpProcessingError):
             # Only the first line: the others repeat what was sent, which may hold a key.
