@@ -91,6 +91,8 @@ def test_plans_are_those_of_the_engine(
         return metas[-1][0]
 
     monkeypatch.setattr("rawpaged.engine.model_runner.make_batch", noted)
+    # Recorded steps write into the arrays of a plan and make none.
+    monkeypatch.setattr("rawpaged.engine.model_runner.make_decode_batch", lambda *args: None)
     engine.add_request(request("a", range(3, 45), max_tokens=3, frequency_penalty=0.5))
     engine.add_request(request("b", [5, 6, 7], max_tokens=4, temperature=0.7, logprobs=2))
     while engine.has_unfinished():
