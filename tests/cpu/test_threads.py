@@ -16,6 +16,7 @@ from numba import types
 
 from rawpaged.cpu import work_sharing
 from rawpaged.cpu.arguments import RowsOf, address_of
+from rawpaged.cpu.atomics import load_word, pause
 from rawpaged.cpu.compiling import compile_entry, kernel
 from rawpaged.cpu.floats import row_of
 from rawpaged.cpu.threads import MAX_THREADS, PerRow, ThreadTeam
@@ -32,6 +33,20 @@ def _count(visits, start, stop):  # type: ignore[no-untyped-def]
 @kernel
 def _sizes(sizes, start, stop):  # type: ignore[no-untyped-def]
     sizes[start] = stop - start
+
+
+@kernel
+def _wait_for_others(visits, address, start, stop):  # type: ignore[no-untyped-def]
+    """visits[i] = 1; visits[0] only once all others are, within seconds."""
+    if start == 0:
+        for _ in range(100_000_000):
+            if load_word(address + 8) & load_word(address + 16) & load_word(address + 24) == 1:
+                visits[0] = 1
+                break
+            pause()
+        start = 1
+    for i in range(start, stop):
+        visits[i] = 1
 
 
 @kernel
@@ -84,6 +99,15 @@ def test_parts_are_as_long_as_the_grain() -> None:
     # The first region has 34 items, and half of them are its first part.
     assert parts[0] == 17
     assert sizes[34] == 16
+
+
+def test_who_has_done_its_region_helps_with_others() -> None:
+    """Item 0 ends when the others are done, also the one that comes after it in its region."""
+    team = ThreadTeam(2)
+    visits = np.zeros(4, np.int64)
+    team.run(_wait_for_others, 4, visits, address_of(visits))
+    team.close()
+    assert visits.tolist() == [1, 1, 1, 1]
 
 
 def test_calls_of_a_recording_are_done_in_order(team: ThreadTeam) -> None:

@@ -15,7 +15,9 @@ import pytest
 from rawpaged.server.body import read_body
 from rawpaged.server.context import CONTEXT
 from tests.server.conftest import serve
-from tests.server.test_admission import wait_until
+from tests.server.fake_engine import FakeEngine
+from tests.server.test_admission import post_raw
+from tests.tiny import wait_until
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -58,4 +60,21 @@ def test_leaving_in_the_middle_of_a_body_is_no_error(caplog: pytest.LogCaptureFi
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()
         wait_until(lambda: any("499" in record.getMessage() for record in caplog.records))
+    assert [r for r in caplog.records if r.levelno > logging.INFO] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_that_breaks_is_no_error(
+    caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """As one that is found broken when something is written, before anybody is told."""
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine()
+    engine.failure = ConnectionResetError("broken")
+    with serve(engine) as server:
+        client = post_raw(server, "/v1/completions", {"prompt": "a", "stream": stream})
+        while client.recv(1000):
+            pass
+        client.close()
+        wait_until(lambda: any("/v1/completions" in r.getMessage() for r in caplog.records))
     assert [r for r in caplog.records if r.levelno > logging.INFO] == []
