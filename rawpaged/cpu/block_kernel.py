@@ -30,7 +30,6 @@ BlockArithmetic = Literal["byte_dots", "floats"]
 NUMBERS_BYTES = 16
 """After the codes of a block of x: s, s * sum, -sum, and -sum of its second half."""
 
-_CACHE_LINE = 64
 _V16B = ir.VectorType(I8, HALF_PANEL)
 _CACHE_LINE = 64
 _FETCHED_AHEAD = (4096, 6144)
