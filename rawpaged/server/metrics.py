@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rawpaged.engine.stats import EngineLimits, RequestStats, StepStats
-from rawpaged.server.histogram import TokenHistogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "rawpaged:"
@@ -98,11 +97,11 @@ class PrometheusStats:
             for name, text in COUNTERS.items()
         }
         self._histograms = {
-            name: TokenHistogram(PREFIX + name, text, label, buckets)
+            name: Histogram(PREFIX + name, text, label, buckets=buckets, registry=own).labels(
+                **label
+            )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        for histogram in self._histograms.values():
-            own.register(histogram)
         name, text = REQUEST_SUCCESS
         ended = Counter(PREFIX + name, text, ("model_name", "finished_reason"), registry=own)
         self._ended = {reason: ended.labels(model_name, reason) for reason in FINISH_REASONS}
