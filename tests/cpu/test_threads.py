@@ -40,10 +40,13 @@ def _wait_for_others(visits, address, start, stop):  # type: ignore[no-untyped-d
     """visits[i] = 1; visits[0] only once all others are, within seconds."""
     if start == 0:
         for _ in range(100_000_000):
-            if load_word(address + 8) & load_word(address + 16) & load_word(address + 24) == 1:
+            done = 1
+            for other in range(1, 4):
+                done &= load_word(address + 8 * other)  # type: ignore[call-arg]
+            if done:
                 visits[0] = 1
                 break
-            pause()
+            pause()  # type: ignore[call-arg]
         start = 1
     for i in range(start, stop):
         visits[i] = 1
