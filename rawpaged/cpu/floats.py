@@ -1,4 +1,4 @@
-"""Helpers for njit code that LLVM turns into vector code: bfloat16, exp, sums.
+"""Helpers for njit code that LLVM turns into vector code: bfloat16, powers of two, sums.
 
 Loops vectorise only where every index is plainly a loop variable from 0: `row[low:high]` and then
 `part[i]`, never `row[low + i]`, whose sign Numba would have to look at.
@@ -15,33 +15,8 @@ from numba.extending import intrinsic, overload
 
 from rawpaged.cpu.vector_ir import LANES, POWER_OF_TWO, V16F, VectorBuilder
 
-_LOG2_E = np.float32(1.44269504)
-_LN2_HIGH = np.float32(0.693145752)
-_LN2_LOW = np.float32(1.42860677e-6)
-_LOWEST = np.float32(-87.0)
-_HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
-# Minimax polynomial for (exp(r) - 1 - r) / r^2 on [-ln2/2, ln2/2] (Cephes expf).
-_C0 = np.float32(1.9875691500e-4)
-_C1 = np.float32(1.3981999507e-3)
-_C2 = np.float32(8.3334519073e-3)
-_C3 = np.float32(4.1665795894e-2)
-_C4 = np.float32(1.6666665459e-1)
-_C5 = np.float32(5.0000001201e-1)
 _P0, _P1, _P2, _P3, _P4 = (np.float32(coefficient) for coefficient in POWER_OF_TWO[:-1])
-
-
-@njit(nogil=True, inline="always")
-def exp(x):
-    """e**x for float32 x <= 80, within 2 ulp above -87; about 1e-38 below."""
-    x = max(x, _LOWEST)
-    n = np.floor(x * _LOG2_E + _HALF)
-    r = x - n * _LN2_HIGH
-    r = r - n * _LN2_LOW
-    p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-    p = p * (r * r) + r + _ONE
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
-    return p * power.view(np.float32)
 
 
 @njit(nogil=True, inline="always")
