@@ -229,6 +229,9 @@ class CudaBackend:
         memory = self._sampling_inputs, self._sampling_outputs
         return SampleAhead(self.device, self._take_token_ids, self._sampling, memory, max_rows)
 
+    def pages_ahead(self, caches: Sequence[KVCache]) -> None:
+        return None
+
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self.device.capture(forward)
 

@@ -204,6 +204,22 @@ class DrawnTokens:
     """None if none were wanted."""
 
 
+class PagesAhead(Protocol):
+    """Takes memory of a KV pool from the system shortly before it is written."""
+
+    def begin_step(self, num_reached_blocks: int) -> None:
+        """Blocks from that one on have never been used, nor are they in this step."""
+        ...
+
+    def end_step(self) -> None:
+        """The step is over, or another has begun."""
+        ...
+
+    def close(self) -> None:
+        """Take no more, and forget the pool."""
+        ...
+
+
 class RunAhead(Protocol):
     """Sampling that the host does not wait for, and steps over tokens that it does not know yet.
 
@@ -387,6 +403,10 @@ class Backend(Protocol):
 
         None where ops have computed when they return, so that nothing would overlap.
         """
+        ...
+
+    def pages_ahead(self, caches: Sequence[KVCache]) -> PagesAhead | None:
+        """For pools whose memory the system gives as they are written; None for others."""
         ...
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:

@@ -36,6 +36,7 @@ from rawpaged.cpu.linear_inputs import Input, target_of, words_of
 from rawpaged.cpu.logprobs import logprob_rows
 from rawpaged.cpu.memory import memory_info, trim_heap
 from rawpaged.cpu.norm import add_rms_norm_rows, rms_norm_rows
+from rawpaged.cpu.pages_ahead import PagesAhead, pages_ahead
 from rawpaged.cpu.quantized_linear import QuantizedLinear
 from rawpaged.cpu.repeated_forward import RepeatedForward
 from rawpaged.cpu.sampling import edit_logits_entries
@@ -188,6 +189,9 @@ class CpuBackend:
 
     def run_ahead(self, max_rows: int) -> None:
         return None
+
+    def pages_ahead(self, caches: Sequence[KVCache]) -> PagesAhead | None:
+        return pages_ahead([pool for cache in caches for pool in (cache.keys, cache.values)])
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return partial(self._team.replay, self._team.record(forward))

@@ -18,8 +18,8 @@ import numpy.typing as npt
 Allocate = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
 """Makes an array of a shape and a type, of any content, that begins with a cache line."""
 
+LARGE_PAGE = 2 << 20
 _CHUNK_BYTES = 64 << 20
-_LARGE_PAGE = 2 << 20
 _CACHE_LINE = 64
 
 
@@ -49,7 +49,7 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     Memory is taken from the system as pages are first written.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < _LARGE_PAGE:
+    if size < LARGE_PAGE:
         return np.zeros(shape, dtype)
     return map_pages(size)[:size].view(dtype).reshape(shape)
 
@@ -57,11 +57,11 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 def map_pages(size: int) -> npt.NDArray[np.uint8]:
     """Zeros: a mapping of its own, at least so large, that begins with a large page."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, size + 2 * _LARGE_PAGE, flags=flags)
+    mapping = mmap.mmap(-1, size + 2 * LARGE_PAGE, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)
     room = np.frombuffer(mapping, np.uint8)
-    first = -room.ctypes.data % _LARGE_PAGE
+    first = -room.ctypes.data % LARGE_PAGE
     # To the end of a page, so that the last one can be large too.
-    return room[first : first + -(-size // _LARGE_PAGE) * _LARGE_PAGE]
+    return room[first : first + -(-size // LARGE_PAGE) * LARGE_PAGE]

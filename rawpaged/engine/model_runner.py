@@ -16,6 +16,7 @@ from rawpaged.backend import (
     BatchMeta,
     KVCache,
     KVScales,
+    PagesAhead,
     RunAhead,
 )
 from rawpaged.engine.decode_graphs import DecodeGraphs
@@ -87,6 +88,7 @@ class ModelRunner:
         self._progress = progress
         self._graphs: DecodeGraphs | None = None
         self._ahead: RunAhead | None = None
+        self._pages: PagesAhead | None = None
         self._sampled_rows: dict[str, int] = {}
         """Who had which row in the last sampling that ran ahead."""
         self._allocate(weights)
@@ -107,6 +109,7 @@ class ModelRunner:
         if self._async_scheduling:
             self._ahead = backend.run_ahead(self._max_num_seqs)
         self.kv_caches = self._new_pool()
+        self._pages = backend.pages_ahead(self.kv_caches)
         self.host_kv_caches = [
             backend.new_host_kv_cache(
                 self.num_host_blocks, config.num_kv_heads, config.head_dim, self.block_size
@@ -158,6 +161,9 @@ class ModelRunner:
         """Drop everything but the weights' owner's; the runner can only be closed afterwards."""
         self._graphs = None
         self._ahead = None
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
         self._sampler = Sampler(self._max_num_seqs)
         self.kv_caches = []
         self.host_kv_caches = []
@@ -239,6 +245,8 @@ class ModelRunner:
 
         Tokens that are not known yet are those of the last sampling that was launched.
         """
+        if self._pages is not None:
+            self._pages.begin_step(output.num_reached_blocks)
         self._copy_blocks(output)
         step = LaunchedStep(
             [requests[item.request_id] for item in output.scheduled if item.samples]
@@ -291,6 +299,8 @@ class ModelRunner:
                 tokens = step.tokens()
         else:
             tokens = step.tokens()
+        if self._pages is not None:
+            self._pages.end_step()
         sampled = {
             request.request_id: token
             for request, token in zip(step.sampling_requests, tokens, strict=True)

@@ -17,6 +17,7 @@ from rawpaged.backend import (
     KVScales,
     LinearWeight,
     LogitEdits,
+    PagesAhead,
     QuantizedRows,
     RunAhead,
     SamplingRows,
@@ -151,6 +152,9 @@ class TracedBackend:
 
     def run_ahead(self, max_rows: int) -> RunAhead | None:
         return self._inner.run_ahead(max_rows)
+
+    def pages_ahead(self, caches: Sequence[KVCache]) -> PagesAhead | None:
+        return self._inner.pages_ahead(caches)
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return self._inner.capture(forward)

@@ -44,6 +44,8 @@ class BlockPool:
         """Blocks with more than one reference."""
         self.num_evictions = 0
         """Cached blocks that were given away, since construction."""
+        self.num_reached_blocks = 0
+        """Blocks from this one on have never been given away."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -86,6 +88,7 @@ class BlockPool:
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
         self.num_refs += num_blocks
+        self.num_reached_blocks = max(self.num_reached_blocks, max(block_ids, default=-1) + 1)
         return block_ids
 
     def _evict(self) -> int:

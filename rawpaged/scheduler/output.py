@@ -43,6 +43,8 @@ class SchedulerOutput:
     """(source, target) blocks to copy then, before anything is computed; no target is a source."""
     swapped: tuple[str, ...] = ()
     """Requests whose blocks are swapped out or in: without these copies their KV is lost."""
+    num_reached_blocks: int = 0
+    """Device blocks from this one on have never been used, nor are they in this step."""
 
     @property
     def request_ids(self) -> tuple[str, ...]:

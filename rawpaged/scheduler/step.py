@@ -51,4 +51,5 @@ class Step:
             swap_in=self.swap_in,
             block_copies=self._kv_cache_manager.take_block_copies(),
             swapped=tuple(self.swapped),
+            num_reached_blocks=self._kv_cache_manager.block_pool.num_reached_blocks,
         )

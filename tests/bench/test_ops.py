@@ -76,6 +76,7 @@ def test_every_op_of_the_backend_has_a_case() -> None:
     no_ops |= {"kv_magnitudes", "new_host_kv_cache", "offload_linear", "restore_linear"}
     no_ops |= {"release_unused", "bind_thread", "linear_input"}
     no_ops |= {"memory_info", "close", "plan", "static_plans", "run_ahead", "capture", "prepare"}
+    no_ops |= {"pages_ahead"}
     no_ops |= {"start_profiler", "stop_profiler"}
     names = {name for name, value in vars(CpuBackend).items() if callable(value)}
     names = {name for name in names if not name.startswith("_")}

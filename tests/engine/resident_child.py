@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,25 @@ def resident_bytes(array: npt.NDArray[Any]) -> int:
     return _PAGE * int(np.count_nonzero(pages & _PRESENT))
 
 
+def _settled_bytes(pools: list[npt.NDArray[Any]]) -> int:
+    """Of the pools, once no more of their pages are taken ahead."""
+    before = -1
+    while (now := sum(resident_bytes(pool) for pool in pools)) != before:
+        before = now
+        time.sleep(0.5)
+    return now
+
+
 def main(*flags: str) -> None:
     given: dict[str, Any] = dict(flag.split("=") for flag in flags)
     with AsyncEngine(EngineConfig(**given)) as engine:
         runner = engine_of(engine).runner
+        pools = [pool for cache in runner.kv_caches for pool in (cache.keys, cache.values)]
+        kv_pool = _settled_bytes(pools)
         status = Path("/proc/self/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         assert found is not None
         rss, weights = 1024 * int(found[1]), runner.model.weights.nbytes
-        pools = [pool for cache in runner.kv_caches for pool in (cache.keys, cache.values)]
-        kv_pool = sum(resident_bytes(pool) for pool in pools)
     print(f"rss {rss}\nweights {weights}\nkv_pool {kv_pool}\nrest {rss - weights - kv_pool}")
 
 

@@ -181,7 +181,7 @@ def test_every_op_of_the_seam_is_a_range() -> None:
         "stop_profiler", "plan", "static_plans", "run_ahead", "capture", "prepare",
         "captures_on_demand",
         "offload_linear", "restore_linear", "linear_input",
-        "release_unused", "bind_thread", "block_bits", "pack_quantized",
+        "release_unused", "bind_thread", "block_bits", "pack_quantized", "pages_ahead",
     }  # fmt: skip
     public = {name for name in vars(Backend) if not name.startswith("_")}
     assert public == rest | set(OPS)

@@ -29,6 +29,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         """Cached blocks, the next to be evicted first."""
         self.hashes: dict[int, bytes] = {}
         self.num_evictions = 0
+        self.ever_taken: set[int] = set()
 
     @rule(num_blocks=st.integers(0, 3))
     def take(self, num_blocks: int) -> None:
@@ -40,6 +41,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         taken = order[:num_blocks]
         self.num_evictions += len(set(taken) & set(self.lru))
         assert self.pool.take(num_blocks) == taken
+        self.ever_taken |= set(taken)
         for block_id in taken:
             self.hashes.pop(block_id, None)
         self.unhashed = [block_id for block_id in self.unhashed if block_id not in taken]
@@ -93,6 +95,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert pool.num_cached_blocks == len(self.lru)
         assert pool.num_used_blocks == len({b for table in self.tables for b in table})
         assert pool.num_evictions == self.num_evictions
+        assert pool.num_reached_blocks == max(self.ever_taken, default=-1) + 1
         assert pool.num_refs == sum(map(len, self.tables))
         refs = Counter(b for table in self.tables for b in table)
         assert pool.num_shared_blocks == sum(count > 1 for count in refs.values())
