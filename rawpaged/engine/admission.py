@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rawpaged.config import SchedulerConfig
-from rawpaged.errors import InvalidRequestError
+from rawpaged.errors import InvalidRequestError, count_of
 from rawpaged.models.config import ModelConfig
 from rawpaged.sampling_params import MAX_BEAM_CANDIDATES, SamplingParams
 from rawpaged.scheduler.limits import check_lockstep, check_priority
@@ -63,8 +63,9 @@ class Admission:
             return left
         if params.max_tokens > left:
             raise InvalidRequestError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={params.max_tokens} are more "
-                f"than max_model_len={self.max_model_len}; max_tokens may be {left} at most",
+                f"{count_of(num_prompt_tokens, 'prompt token')} and "
+                f"max_tokens={params.max_tokens} are more than max_model_len={self.max_model_len}; "
+                f"max_tokens may be {left} at most",
                 "max_tokens",
             )
         return params.max_tokens

@@ -100,6 +100,13 @@ def _make_runner(
     check_memory(plan, backend)
     kv_scales: Sequence[KVScales] | None = read_kv_scales(checkpoint, backend.kv_cache_dtype)
     logger.info("%s: %s\n%s", config.model, model.architecture, plan.describe())
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        logger.warning(
+            "max_num_batched_tokens=%d is less than max_num_seqs=%d: a step has no token for each "
+            "request when that many run",
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+        )
     others_bytes = _used_bytes(backend)
     started = time.monotonic()
     weights = _load_weights(config, checkpoint, backend)

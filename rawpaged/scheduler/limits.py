@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rawpaged.config import SchedulerConfig
-from rawpaged.errors import InvalidRequestError
+from rawpaged.errors import InvalidRequestError, count_of
 from rawpaged.request import Request, RequestGroup
 
 
@@ -40,8 +40,8 @@ def _check_request(request: Request, config: SchedulerConfig) -> None:
         )
     if request.num_prompt_tokens + request.max_tokens > config.max_model_len:
         raise InvalidRequestError(
-            f"{request.num_prompt_tokens} prompt tokens and max_tokens={request.max_tokens} "
-            f"are more than max_model_len={config.max_model_len}",
+            f"{count_of(request.num_prompt_tokens, 'prompt token')} and "
+            f"max_tokens={request.max_tokens} are more than max_model_len={config.max_model_len}",
             "max_tokens",
         )
 
@@ -60,8 +60,8 @@ def check_lockstep(
     needed = num_shared + width * (num_blocks - num_shared)
     if needed > config.num_blocks:
         raise InvalidRequestError(
-            f"n={width} beams of {num_prompt_tokens} prompt tokens and max_tokens={max_tokens} "
-            f"may need {needed} KV blocks of {config.block_size} tokens, and the pool has "
-            f"{config.num_blocks}; lower n or max_tokens",
+            f"n={width} beams of {count_of(num_prompt_tokens, 'prompt token')} and "
+            f"max_tokens={max_tokens} may need {needed} KV blocks of {config.block_size} tokens, "
+            f"and the pool has {config.num_blocks}; lower n or max_tokens",
             "n",
         )

@@ -208,3 +208,13 @@ def test_too_many_biases_and_stops() -> None:
         SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
     with pytest.raises(InvalidRequestError, match="stop_token_ids holds 1025 ids, the limit"):
         SamplingParams(stop_token_ids=range(1025))
+
+
+@pytest.mark.parametrize(("budget", "is_told"), [(3, True), (4, False)])
+def test_budgets_too_small_for_all_are_told_of(
+    budget: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(tiny_config(max_num_batched_tokens=budget, max_num_seqs=4)) as llm:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert len(llm.generate([[1, 2]] * 4, params, use_tqdm=False)) == 4
+    assert ("max_num_batched_tokens=3 is less than max_num_seqs=4" in caplog.text) == is_told
