@@ -209,6 +209,14 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="answer 503 rather than let more than N prompts wait; default: no limit",
     )
     parser.add_argument(
+        "--stream-delay-ms",
+        type=float,
+        default=16.0,
+        metavar="MS",
+        help="while steps take less than half of it, hold streamed tokens back for so long, to "
+        "send some together, each as an event of its own; 0: send each at once (default: 16)",
+    )
+    parser.add_argument(
         "--profiler-dir",
         metavar="DIR",
         help="let clients start and stop profiles, whose traces are written here; default: off",
@@ -281,6 +289,8 @@ def _check_server_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"max_num_queued_reqs={args.max_num_queued_reqs} must be at least 1")
     if not 0.0 <= args.shutdown_timeout < math.inf:
         raise ConfigError(f"shutdown_timeout={args.shutdown_timeout} must be 0 or more seconds")
+    if not 0.0 <= args.stream_delay_ms <= 1000.0:
+        raise ConfigError(f"stream_delay_ms={args.stream_delay_ms} must be from 0 to 1000")
     if not 0 <= args.port < 2**16:
         raise ConfigError(f"port={args.port} must be between 0 and 65535")
     _check_address(args.host, args.port)
@@ -327,7 +337,8 @@ def _serve(args: argparse.Namespace) -> int:
 
         profiler_dir = prepare_profiler_dir(args.profiler_dir) if args.profiler_dir else None
         stats = PrometheusStats(names[0])
-        loaded = AsyncEngine(config, stats_logger=stats)
+        stream_delay = args.stream_delay_ms / 1000.0
+        loaded = AsyncEngine(config, stats_logger=stats, stream_delay=stream_delay)
     with loaded as engine:
         app = create_app(
             engine,

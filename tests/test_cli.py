@@ -290,6 +290,9 @@ def test_damaged_weights_name_the_file(capsys: pytest.CaptureFixture[str], tmp_p
         (["--served-model-name", ""], "needs a name"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout"),
         (["--shutdown-timeout=-1"], "shutdown_timeout"),
+        (["--stream-delay-ms", "nan"], "stream_delay_ms"),
+        (["--stream-delay-ms=-1"], "stream_delay_ms"),
+        (["--stream-delay-ms", "1001"], "stream_delay_ms"),
     ],
     ids=str,
 )

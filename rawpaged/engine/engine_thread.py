@@ -67,6 +67,7 @@ class EngineThread:
         self._processor = processor
         self._admission = admission
         self._profiler = Profiler(engine)
+        self._on_delivered: Callable[[], None] = _do_nothing
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Guards `_closed`, so that nothing is queued behind the closing command, and the count.
         self._lock = threading.Lock()
@@ -78,6 +79,14 @@ class EngineThread:
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive() and not self._closed
+
+    def set_on_delivered(self, callback: Callable[[], None]) -> None:
+        """Have this called on the engine's thread whenever sinks may have been called.
+
+        That is once a step, so that all that a step brought can be sent on together. To be set
+        before anything is submitted.
+        """
+        self._on_delivered = callback
 
     def submit(self, submission: Submission) -> None:
         """Queue a request that admission has checked; its sink hears of everything later."""
@@ -181,6 +190,7 @@ class EngineThread:
                 error = RequestFailedError("the engine died; its log tells why")
                 self._processor.fail(request_id, error)
         finally:
+            self._on_delivered()
             for close in (self._profiler.close, self._engine.close):
                 try:
                     close()
@@ -191,6 +201,7 @@ class EngineThread:
     def _take_commands(self) -> bool:
         """Apply what is queued, waiting for it when there is no work; False to end."""
         while True:
+            self._on_delivered()
             if not self._engine.has_unfinished():
                 if self._commands.empty():
                     self._engine.record_idle()
@@ -269,6 +280,10 @@ class EngineThread:
                 command.sink(EngineClosedError("the engine is closed"))
             elif isinstance(command, _Call) and command.result.set_running_or_notify_cancel():
                 command.result.set_exception(EngineClosedError("the engine is closed"))
+
+
+def _do_nothing() -> None:
+    """For sinks that wait for nobody."""
 
 
 def _answer(call: _Call) -> None:

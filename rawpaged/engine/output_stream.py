@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -39,38 +40,83 @@ class Outputs:
                 self._waiter = None
         return self._items.popleft()
 
+    def get_ready(self) -> RequestOutput | None:
+        """Take the first if it is there and no error."""
+        items = self._items
+        if not items or isinstance(items[0], Exception):
+            return None
+        output = items.popleft()
+        assert not isinstance(output, Exception)
+        return output
+
 
 class LoopMailbox:
-    """Outputs for all readers on one event loop, which is woken once for as many as there are.
+    """Outputs for all readers on one event loop, which is woken at most once a step of the engine.
 
     To wake it is a system call, during which the loop's thread may take the interpreter's lock; if
-    every request of a step did that, the engine would wait for HTTP in the middle of it.
+    every request of a step did that, the engine would wait for HTTP in the middle of it. And what
+    the loop does takes time from the kernels where these use all processors. So while steps take
+    less than half of `delay` seconds the loop looks by itself, every `delay` seconds. It is woken
+    all the same for what is urgent, and with it gets all else that is there.
+
+    `put` and `flush` are for the engine's thread.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
         self._loop = loop
+        self._delay = delay
         self._letters: deque[tuple[Outputs, RequestOutput | Exception]] = deque()
-        self._is_woken = False
+        # Of the engine's thread; the loop reads the last.
+        self._has_news = self._is_urgent = False
+        self._flushed_at = float("-inf")
+        self._is_fast = False
+        # Whether the loop is going to look: as it was woken, or by its timer.
+        self._is_woken = self._is_timed = False
 
-    def put(self, outputs: Outputs, output: RequestOutput | Exception) -> None:
-        """Called by any thread but the loop's. Raises RuntimeError if the loop is closed."""
-        # In this order: whoever sees that it is woken has put a letter in that will be found.
+    def put(
+        self, outputs: Outputs, output: RequestOutput | Exception, *, is_urgent: bool = False
+    ) -> None:
+        """To be sent by the next `flush`. Raises RuntimeError if the loop is closed."""
+        if self._loop.is_closed():
+            self._letters.clear()
+            raise RuntimeError("the event loop is closed")
         self._letters.append((outputs, output))
-        # A loop that was closed after it was woken has to be found out, too.
-        if not self._is_woken or self._loop.is_closed():
+        self._has_news = True
+        self._is_urgent = self._is_urgent or is_urgent
+
+    def flush(self) -> None:
+        """Let the loop know of what was put in since the last call, if anything."""
+        if not self._has_news:
+            return
+        is_urgent = self._is_urgent
+        self._has_news = self._is_urgent = False
+        now = time.monotonic()
+        self._is_fast = now - self._flushed_at < self._delay / 2
+        self._flushed_at = now
+        # Whoever sees that the loop is going to look has put letters in that it will find.
+        if not self._is_woken and (is_urgent or not self._is_timed):
             self._is_woken = True
             try:
-                self._loop.call_soon_threadsafe(self._distribute)
-            except RuntimeError:
-                self._is_woken = False
+                self._loop.call_soon_threadsafe(self._on_wake)
+            except RuntimeError:  # it was closed; the next `put` tells
                 self._letters.clear()
-                raise
+
+    def _on_wake(self) -> None:
+        self._is_woken = False
+        self._distribute()
+
+    def _on_timer(self) -> None:
+        self._is_timed = False
+        if self._letters:
+            self._distribute()
 
     def _distribute(self) -> None:
-        self._is_woken = False
         while self._letters:
             outputs, output = self._letters.popleft()
             outputs.put_nowait(output)
+        if self._is_fast and not self._is_timed:
+            self._is_timed = True
+            self._loop.call_later(self._delay, self._on_timer)
 
 
 class OutputStream(AsyncIterator[RequestOutput]):
@@ -93,9 +139,14 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """Queue the request; raises EngineClosedError."""
         mailbox, outputs, cancel = self._mailbox, self._outputs, self._thread.cancel
 
+        has_begun = False
+
         def sink(output: RequestOutput | Exception) -> None:
+            nonlocal has_begun
+            is_urgent = not has_begun or isinstance(output, Exception) or output.finished
+            has_begun = True
             try:
-                mailbox.put(outputs, output)
+                mailbox.put(outputs, output, is_urgent=is_urgent)
             except RuntimeError:  # the loop was closed: nobody is left to read
                 cancel(submission)
 
@@ -117,6 +168,18 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if output.finished:
             self._submission = None
         return output
+
+    def take_ready(self) -> list[RequestOutput]:
+        """The outputs that are there already, up to the last one or an error."""
+        ready = []
+        while self._submission is not None:
+            output = self._outputs.get_ready()
+            if output is None:
+                break
+            ready.append(output)
+            if output.finished:
+                self._submission = None
+        return ready
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended; nothing more comes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,10 @@ from rawpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rawpaged.engine.async_engine import AsyncEngine
+    from rawpaged.engine.output_stream import OutputStream
+
+_Item = tuple[int, list[RequestOutput] | Exception | None]
+"""What came of a stream, by its index; None: its end."""
 
 
 class Admission:
@@ -83,22 +87,26 @@ class Admission:
 
     def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one engine request, queued now, which is aborted unless read to its end."""
+    ) -> AsyncGenerator[list[RequestOutput], None]:
+        """Outputs of one engine request, queued now, which is aborted unless read to its end.
+
+        As many at a time as have come, at least one.
+        """
         stream = self._engine.generate(prompt_token_ids, params, request_id=request_id)
         return self._read(stream, request_id)
 
     async def _read(
-        self, stream: AsyncIterator[RequestOutput], request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
+        self, stream: OutputStream, request_id: str
+    ) -> AsyncGenerator[list[RequestOutput], None]:
         finished = False
         self._live_ids.add(request_id)
         try:
             if self._aborting:
                 raise EngineClosedError("the server is shutting down")
             async for output in stream:
-                finished = output.finished
-                yield output
+                outputs = [output, *stream.take_ready()]
+                finished = outputs[-1].finished
+                yield outputs
         finally:
             self._live_ids.discard(request_id)
             if not finished:
@@ -125,19 +133,19 @@ class Admission:
 
 
 async def merge(
-    streams: list[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Items of all streams as they come, with the index of their stream.
+    streams: list[AsyncGenerator[list[RequestOutput], None]],
+) -> AsyncGenerator[tuple[int, list[RequestOutput]], None]:
+    """What comes of all streams, as it comes, with the index of their stream.
 
     A slow reader holds the streams back. When it leaves, or one stream fails, all are closed
     before this returns.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
-            async for output in stream:
-                yield 0, output
+            async for outputs in stream:
+                yield 0, outputs
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[_Item] = asyncio.Queue(maxsize=1)
     tasks = [
         asyncio.create_task(_pump(index, stream, queue)) for index, stream in enumerate(streams)
     ]
@@ -159,14 +167,14 @@ async def merge(
 
 async def _pump(
     index: int,
-    stream: AsyncGenerator[RequestOutput, None],
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]],
+    stream: AsyncGenerator[list[RequestOutput], None],
+    queue: asyncio.Queue[_Item],
 ) -> None:
     """Move a stream into the queue; its end is None, its failure the exception."""
     try:
         async with aclosing(stream):
-            async for output in stream:
-                await queue.put((index, output))
+            async for outputs in stream:
+                await queue.put((index, outputs))
     except Exception as error:
         await queue.put((index, error))
     else:

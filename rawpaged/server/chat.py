@@ -100,7 +100,7 @@ class ChatAnswer:
     model: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+    outputs: AsyncGenerator[tuple[int, list[RequestOutput]], None]
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> ChatResponse:
@@ -112,21 +112,23 @@ class ChatAnswer:
             choices=[],
             usage=usage.usage,
         )
-        async with aclosing(self.outputs) as outputs:
-            async for _, output in outputs:
-                usage.add(0, output)
-                response.choices += [self._choice(sample) for sample in output.outputs]
-                if self.body.prompt_logprobs is not None:
-                    response.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or [])
+        async with aclosing(self.outputs) as batches:
+            async for _, outputs in batches:
+                for output in outputs:
+                    usage.add(0, output)
+                    response.choices += [self._choice(sample) for sample in output.outputs]
+                    if self.body.prompt_logprobs is not None:
+                        response.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or [])
         response.choices.sort(key=lambda choice: choice.index)
         response.usage = usage.usage
         if self.body.return_token_ids:
             response.prompt_token_ids = self.prompt_token_ids
         return response
 
-    async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
+    async def chunks(self) -> AsyncGenerator[list[ChatChunk], None]:
         """A role for each sample, then their news as they come, then the usage if asked for.
 
+        As many at a time as are there.
         The roles wait for the first news, so that the first chunk a client sees also tells the
         time to the first token.
         """
@@ -134,18 +136,22 @@ class ChatAnswer:
         usage = UsageCounter(len(self.prompt_token_ids))
         silent = None if options and options.include_usage else UNSET
         begun = False
-        async with aclosing(self.outputs) as outputs:
-            async for _, output in outputs:
-                usage.add(0, output)
-                so_far = usage.usage if options and options.continuous_usage_stats else silent
-                if not begun:
-                    begun = True
-                    for chunk in self._role_chunks(so_far):
-                        yield chunk
-                for sample in output.outputs:
-                    yield self._chunk([self._chunk_choice(sample)], so_far)
+        async with aclosing(self.outputs) as batches:
+            async for _, outputs in batches:
+                chunks = []
+                for output in outputs:
+                    usage.add(0, output)
+                    so_far = usage.usage if options and options.continuous_usage_stats else silent
+                    if not begun:
+                        begun = True
+                        chunks += self._role_chunks(so_far)
+                    chunks += [
+                        self._chunk([self._chunk_choice(sample)], so_far)
+                        for sample in output.outputs
+                    ]
+                yield chunks
         if options and options.include_usage:
-            yield self._chunk([], usage.usage)
+            yield [self._chunk([], usage.usage)]
 
     def _role_chunks(self, usage: Usage | UnsetType | None) -> list[ChatChunk]:
         chunks = [

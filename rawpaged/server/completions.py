@@ -99,7 +99,7 @@ class CompletionAnswer:
     model: str
     prompts: list[Prompt]
     params: SamplingParams
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+    outputs: AsyncGenerator[tuple[int, list[RequestOutput]], None]
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: dict[int, int] = field(default_factory=dict)
     """Choice index -> text offset of its next token."""
@@ -108,26 +108,34 @@ class CompletionAnswer:
     async def whole(self) -> CompletionResponse:
         usage = self._usage_counter()
         choices = []
-        async with aclosing(self.outputs) as outputs:
-            async for prompt_index, output in outputs:
-                self._count(usage, prompt_index, output)
-                choices += [self._choice(prompt_index, output, s) for s in output.outputs]
+        async with aclosing(self.outputs) as batches:
+            async for prompt_index, outputs in batches:
+                for output in outputs:
+                    self._count(usage, prompt_index, output)
+                    choices += [self._choice(prompt_index, output, s) for s in output.outputs]
         choices.sort(key=lambda choice: choice.index)
         return self._response(choices, usage.usage)
 
-    async def chunks(self) -> AsyncGenerator[CompletionResponse, None]:
-        """One chunk for each sample that has news, then one with the usage if asked for."""
+    async def chunks(self) -> AsyncGenerator[list[CompletionResponse], None]:
+        """One chunk for each sample that has news, then one with the usage if asked for.
+
+        As many at a time as are there.
+        """
         options = self.body.stream_options
         usage = self._usage_counter()
         silent = None if options and options.include_usage else UNSET
-        async with aclosing(self.outputs) as outputs:
-            async for prompt_index, output in outputs:
-                self._count(usage, prompt_index, output)
-                so_far = usage.usage if options and options.continuous_usage_stats else silent
-                for sample in output.outputs:
-                    yield self._response([self._choice(prompt_index, output, sample)], so_far)
+        async with aclosing(self.outputs) as batches:
+            async for prompt_index, outputs in batches:
+                chunks = []
+                for output in outputs:
+                    self._count(usage, prompt_index, output)
+                    so_far = usage.usage if options and options.continuous_usage_stats else silent
+                    for sample in output.outputs:
+                        choice = self._choice(prompt_index, output, sample)
+                        chunks.append(self._response([choice], so_far))
+                yield chunks
         if options and options.include_usage:
-            yield self._response([], usage.usage)
+            yield [self._response([], usage.usage)]
 
     def _usage_counter(self) -> UsageCounter:
         return UsageCounter(sum(len(prompt.token_ids) for prompt in self.prompts))

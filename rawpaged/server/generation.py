@@ -48,7 +48,7 @@ def validate_all(
 
 def generate_all(
     context: ServerContext, prompts: Sequence[list[int]], params: SamplingParams, request_id: str
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+) -> AsyncGenerator[tuple[int, list[RequestOutput]], None]:
     """Outputs of every prompt as they come, each with its prompt's index; all are queued now.
 
     Raises QueueFullError if not all of them may wait.

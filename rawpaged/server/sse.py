@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -34,10 +34,11 @@ def encode_event(event: msgspec.Struct) -> bytes:
 
 
 async def respond_with_events(
-    request: web.Request, events: AsyncGenerator[msgspec.Struct, None]
+    request: web.Request, events: AsyncGenerator[Sequence[msgspec.Struct], None]
 ) -> web.StreamResponse:
     """Write the events as they come, then `[DONE]`; a failure among them is the last event.
 
+    Events that come together go out in one write.
     Waits while the client reads too slowly, so no more than the socket's buffer is kept here.
     `events` is closed in any case, also when the client goes away.
     """
@@ -45,13 +46,14 @@ async def respond_with_events(
     async with aclosing(events):
         await response.prepare(request)
         try:
-            async for event in events:
-                await response.write(encode_event(event))
+            async for batch in events:
+                if batch:
+                    await response.write(b"".join(map(encode_event, batch)))
         except ConnectionError:
             raise
         except Exception as error:
-            await response.write(encode_event(to_http_error(error).body))
+            last = encode_event(to_http_error(error).body)
         else:
-            await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
+            last = b"data: [DONE]\n\n"
+    await response.write_eof(last)
     return response

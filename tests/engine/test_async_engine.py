@@ -6,15 +6,15 @@ import asyncio
 import gc
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
 
 from rawpaged import AsyncEngine, RequestOutputKind, SamplingParams
-from rawpaged.engine.output_stream import LoopMailbox
-from rawpaged.errors import EngineClosedError, InvalidRequestError
+from rawpaged.engine.output_stream import LoopMailbox, Outputs
+from rawpaged.errors import ConfigError, EngineClosedError, InvalidRequestError
 from rawpaged.outputs import RequestOutput
 from tests.tiny import Records, engine_of, tiny_config, wait_until
 
@@ -207,9 +207,12 @@ def test_a_loop_is_woken_once_for_many_outputs() -> None:
         letters = [(queues[i % 3], ValueError(str(i))) for i in range(9)]
         loop = asyncio.get_running_loop()
         with patch.object(loop, "call_soon_threadsafe", wraps=loop.call_soon_threadsafe) as wake:
-            for _ in range(2):
+            for round in range(2):
                 for letter in letters:
                     mailbox.put(*letter)
+                assert wake.call_count == round
+                mailbox.flush()
+                mailbox.flush()
                 await asyncio.sleep(0)
             assert wake.call_count == 2
         for i, each in enumerate(queues):
@@ -220,15 +223,184 @@ def test_a_loop_is_woken_once_for_many_outputs() -> None:
     run(main())
 
 
-def test_a_loop_that_is_closed_before_it_wakes() -> None:
+@pytest.mark.parametrize("is_woken", [True, False])
+def test_a_loop_that_is_closed_before_it_wakes(is_woken: bool) -> None:
     loop = asyncio.new_event_loop()
     mailbox = LoopMailbox(loop)
     outputs: Any = None
     mailbox.put(outputs, ValueError())
+    if is_woken:
+        mailbox.flush()
     loop.close()
+    mailbox.flush()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed"):
             mailbox.put(outputs, ValueError())
+
+
+class Letters:
+    """A mailbox with one reader, a clock and timers that a test turns."""
+
+    def __init__(self, delay: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.mailbox = LoopMailbox(self.loop, delay)
+        self.outputs = Outputs()
+        self.timers: list[Any] = []
+        self.num_sent = 0
+
+    async def send(self, *, is_urgent: bool = False) -> list[int]:
+        """What the reader finds after a step that brought one more."""
+        self.mailbox.put(self.outputs, output_of(self.num_sent), is_urgent=is_urgent)
+        self.mailbox.flush()
+        self.num_sent += 1
+        return await self.read()
+
+    async def read(self) -> list[int]:
+        await asyncio.sleep(0)
+        ready = iter(self.outputs.get_ready, None)
+        return [output.num_cached_tokens for output in ready]
+
+    @contextmanager
+    def at(self, now: float) -> Iterator[None]:
+        def call_later(delay: float, callback: Any) -> None:
+            self.timers.append((delay, callback))
+
+        with (
+            patch("rawpaged.engine.output_stream.time.monotonic", return_value=now),
+            patch.object(self.loop, "call_later", call_later),
+        ):
+            yield
+
+    async def ring(self, now: float) -> list[int]:
+        ((_, callback),) = self.timers
+        self.timers.clear()
+        with self.at(now):
+            callback()
+            return await self.read()
+
+
+def output_of(number: int) -> RequestOutput:
+    return RequestOutput(
+        request_id="x",
+        prompt=None,
+        prompt_token_ids=PROMPT,
+        prompt_logprobs=None,
+        outputs=[],
+        finished=False,
+        num_cached_tokens=number,
+    )
+
+
+def test_outputs_of_fast_steps_gather() -> None:
+    async def main() -> None:
+        letters = Letters(delay=10.0)
+        with letters.at(100.0):
+            assert await letters.send() == [0]
+        assert not letters.timers  # nobody knows yet how long a step takes
+        with letters.at(104.0):
+            assert await letters.send() == [1]
+        assert [delay for delay, _ in letters.timers] == [10.0]
+        for now in (107.0, 111.0):
+            with letters.at(now):
+                assert await letters.send() == []
+        assert await letters.ring(114.0) == [2, 3]
+        with letters.at(115.0):
+            assert await letters.send() == []
+            assert await letters.send(is_urgent=True) == [4, 5]
+            assert await letters.send() == []
+        assert await letters.ring(124.0) == [6]
+        # A step that takes long: nothing came, so the loop is woken again.
+        assert await letters.ring(134.0) == []
+        assert not letters.timers
+        with letters.at(150.0):
+            assert await letters.send() == [7]
+        assert not letters.timers
+
+    run(main())
+
+
+@pytest.mark.parametrize(("delay", "step"), [(10.0, 5.0), (10.0, 7.0), (0.0, 0.0)])
+def test_outputs_of_slow_steps_come_at_once(delay: float, step: float) -> None:
+    async def main() -> None:
+        letters = Letters(delay)
+        for i in range(5):
+            with letters.at(100.0 + i * step):
+                assert await letters.send() == [i]
+        assert not letters.timers
+
+    run(main())
+
+
+def test_the_loop_looks_by_itself() -> None:
+    async def main() -> None:
+        letters = Letters(delay=0.01)
+        with patch("rawpaged.engine.output_stream.time.monotonic", return_value=0.0):
+            seen = [await letters.send() for _ in range(3)]
+        assert seen == [[0], [1], []]
+        last = await letters.outputs.get()
+        assert isinstance(last, RequestOutput)
+        assert last.num_cached_tokens == 2
+
+    run(main())
+
+
+def test_the_first_and_the_last_output_do_not_wait() -> None:
+    """Though the timer never rings."""
+    with AsyncEngine(tiny_config(), stream_delay=1.0) as engine:
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            delta = params(output_kind=RequestOutputKind.DELTA, max_tokens=40)
+            with patch.object(loop, "call_later"):
+                for _ in range(3):
+                    outputs = [output async for output in engine.generate(PROMPT, delta)]
+                    tokens = [output.outputs[0].token_ids for output in outputs]
+                    assert [len(ids) for ids in tokens] == [1] * 40
+                    assert outputs[-1].finished
+                stream = engine.generate(PROMPT, ENDLESS)
+                await anext(stream)
+                await engine.abort((await anext(engine.generate(PROMPT, delta))).request_id)
+                await stream.aclose()
+
+        run(main())
+
+
+@pytest.mark.parametrize("stream_delay", [-0.1, 1.1, float("nan")])
+def test_a_delay_that_nobody_wants(stream_delay: float) -> None:
+    with pytest.raises(ConfigError, match="stream_delay"):
+        AsyncEngine(tiny_config(), stream_delay=stream_delay)
+
+
+def test_taking_what_is_ready(engine: AsyncEngine, records: Records) -> None:
+    async def main() -> None:
+        stream = engine.generate(PROMPT, params(output_kind=RequestOutputKind.DELTA))
+        assert stream.take_ready() == []
+        outputs = [await anext(stream)]
+        while not outputs[-1].finished:
+            await asyncio.sleep(0.001)
+            outputs += stream.take_ready()
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [1] * 8
+        assert stream.take_ready() == []
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(main())
+    assert [stats.finish_reason for stats in records.requests] == ["length"]
+
+
+def test_an_error_is_not_taken(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        first = engine.generate(PROMPT, ENDLESS, request_id="x")
+        second = engine.generate(PROMPT, params(), request_id="x")
+        for _ in range(3):
+            await anext(first)
+        assert second.take_ready() == []
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await anext(second)
+        assert second.take_ready() == []
+        await first.aclose()
+
+    run(main())
 
 
 def test_an_id_in_use(engine: AsyncEngine) -> None:

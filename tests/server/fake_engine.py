@@ -70,6 +70,34 @@ def _text(content: str | list[dict[str, str]]) -> str:
     return "\n".join(part["text"] for part in content)
 
 
+class FakeStream:
+    """The contract of OutputStream, with so many outputs that come at once."""
+
+    def __init__(self, outputs: AsyncIterator[RequestOutput], num_at_once: int) -> None:
+        self._outputs = outputs
+        self._num_at_once = num_at_once
+        self._ready: list[RequestOutput] = []
+        self._end: Exception | None = None
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while self._end is None and len(self._ready) < self._num_at_once:
+            try:
+                self._ready.append(await anext(self._outputs))
+            except Exception as error:
+                self._end = error
+        if not self._ready:
+            assert self._end is not None
+            raise self._end
+        return self._ready.pop(0)
+
+    def take_ready(self) -> list[RequestOutput]:
+        ready, self._ready = self._ready, []
+        return ready
+
+
 class FakeEngine:
     def __init__(
         self,
@@ -101,6 +129,8 @@ class FakeEngine:
         self.is_running = True
         self.num_queued = 0
         self.is_sleeping = False
+        self.num_at_once = 1
+        """Outputs of a request that come together."""
         self.failure: Exception | None = None
         """Raised by a request after `fail_after` tokens."""
         self.fail_after = 0
@@ -134,12 +164,17 @@ class FakeEngine:
             )
         return list(prompt)
 
-    async def generate(
+    def generate(
         self,
         prompt: str | Sequence[int],
         sampling_params: SamplingParams,
         *,
         request_id: str | None = None,
+    ) -> FakeStream:
+        return FakeStream(self._generate(prompt, sampling_params, request_id), self.num_at_once)
+
+    async def _generate(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, request_id: str | None
     ) -> AsyncIterator[RequestOutput]:
         if not self.is_running:
             raise EngineClosedError("the engine is closed")

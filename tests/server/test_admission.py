@@ -120,12 +120,12 @@ class Source:
         self.num_sent = 0
         self.is_closed = False
 
-    async def stream(self) -> AsyncGenerator[RequestOutput, None]:
+    async def stream(self) -> AsyncGenerator[list[RequestOutput], None]:
         try:
             for _ in range(self.count):
                 await asyncio.sleep(0)
                 self.num_sent += 1
-                yield output(self.name)
+                yield [output(self.name)]
             if self.error:
                 raise self.error
         finally:
@@ -137,7 +137,7 @@ def test_merge_yields_everything() -> None:
 
     async def main() -> list[tuple[int, str]]:
         merged = merge([source.stream() for source in sources])
-        return [(index, item.request_id) async for index, item in merged]
+        return [(index, item.request_id) async for index, items in merged for item in items]
 
     assert sorted(asyncio.run(main())) == [(0, "a")] * 3 + [(2, "c")] * 5
 
