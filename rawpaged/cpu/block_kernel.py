@@ -31,10 +31,6 @@ NUMBERS_BYTES = 16
 """After the codes of a block of x: s, s * sum, -sum, and -sum of its second half."""
 
 _V16B = ir.VectorType(I8, HALF_PANEL)
-_CACHE_LINE = 64
-_FETCHED_AHEAD = (4096, 6144)
-"""Bytes ahead at which lines of a panel are fetched: past its end the next one follows. Twice, as
-the processor drops a fetch when too many are under way."""
 
 
 def best_block_arithmetic(features: CpuFeatures = FEATURES) -> BlockArithmetic:
@@ -118,14 +114,14 @@ class _BlockKernel:
         blocks = build.builder.add(place, I64(kind.header_bytes))
         x_bytes = self._code_bytes + NUMBERS_BYTES
         if not kind.is_k_type:
-            self._fetch(place, kind.step_bytes)
+            build.fetch_ahead(place, kind.step_bytes)
             places = [build.at(row, number, x_bytes) for row in x_rows]
             return self._block(places, blocks, [scale], minimum, sums)
         first = build.builder.mul(number, I64(kind.blocks_per_step))
 
         def block(index: Any, sums: list[Any]) -> list[Any]:
             at = build.at(blocks, index, kind.block_bytes)
-            self._fetch(at, kind.block_bytes)
+            build.fetch_ahead(at, kind.block_bytes)
             of_x = build.builder.add(first, index)
             places = [build.at(row, of_x, x_bytes) for row in x_rows]
             scales = [
@@ -138,12 +134,6 @@ class _BlockKernel:
             return self._block(places, at, scales, own, sums)
 
         return build.loop(I64(kind.blocks_per_step), sums, block)
-
-    def _fetch(self, place: Any, size: int) -> None:
-        """Have what lies ahead of so many bytes in the second-level cache when it is read."""
-        for distance in _FETCHED_AHEAD:
-            for offset in range(0, size, _CACHE_LINE):
-                self._build.prefetch(place, distance + offset)
 
     def _small(self, place: Any, offset: int) -> Any:
         """Sixteen integers of 8 bits as floats: signed for scales in groups."""

@@ -17,6 +17,11 @@ from rawpaged.cpu.features import FEATURES
 LANES = 16
 """Floats in one vector."""
 
+_CACHE_LINE = 64
+_FETCHED_AHEAD = (4096, 6144)
+"""Bytes ahead at which lines of weights are fetched. Twice, as the processor drops a fetch when too
+many are under way."""
+
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
 V16F = ir.VectorType(F32, LANES)
@@ -178,6 +183,14 @@ class VectorBuilder:
         pointer = self._pointer(address, I8, offset)
         read, second_level, data = I32(0), I32(2), I32(1)
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
+
+    def fetch_ahead(self, place: Any, size: int) -> None:
+        """Have what lies some way past the next `size` bytes in the second-level cache when it is
+        read: of panels one after the other, it is of the next one at the end.
+        """
+        for distance in _FETCHED_AHEAD:
+            for offset in range(0, size, _CACHE_LINE):
+                self.prefetch(place, distance + offset)
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         """Call an LLVM intrinsic."""
