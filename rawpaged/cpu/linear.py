@@ -190,15 +190,20 @@ def make_linear_kernel(
     run_tile = make_tile(most_rows)
 
     def linear_panels(out, x, panels, bias, start, stop):
-        """out = x @ W.T + bias for items [start, stop): panels times blocks of rows."""
+        """out = x @ W.T + bias for items [start, stop): blocks of rows times panels."""
         steps = panels.shape[1]
         panel_bytes = panels.strides[0]
+        num_panels = len(panels)
         num_blocks = (x.num_rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+        all_tiles = (x.num_rows + most_rows - 1) // most_rows
         scratch = np.empty((most_rows, PANEL), np.float32)
         for item in range(start, stop):
-            panel = item // num_blocks
-            first = item % num_blocks * _BLOCK_ROWS
-            rows = min(_BLOCK_ROWS, x.num_rows - first)
+            # Blocks one after the other: with many rows a thread computes the rows that it has
+            # computed in the op before and will in the next, so that they are in its own caches.
+            block = item // num_panels
+            panel = item % num_panels
+            first = all_tiles * block // num_blocks * most_rows
+            rows = min(all_tiles * (block + 1) // num_blocks * most_rows, x.num_rows) - first
             column = panel * PANEL
             columns = min(PANEL, out.columns - column)
             num_tiles = (rows + most_rows - 1) // most_rows
@@ -206,8 +211,7 @@ def make_linear_kernel(
             # this thread most likely reads next is fetched then.
             next_panel = panel
             fetched = 0
-            is_last_block = item % num_blocks == num_blocks - 1
-            if num_tiles > 1 and is_last_block and panel + 1 < len(panels):
+            if num_tiles > 1 and panel + 1 < num_panels:
                 next_panel = panel + 1
                 fetched = panel_bytes // num_tiles
             for tile in range(num_tiles):

@@ -34,9 +34,9 @@ def make_panel_kernel(arithmetic: Arithmetic, most_rows: int) -> Callable[..., N
     1 <= rows <= most_rows; x, panel, bias, out and ahead are addresses, strides bytes between rows;
     steps >= 1 counts k, or pairs of k where the panel is in pairs. bias and out are float32.
 
-    Each step fetches what lies some way ahead in the panel and past its end. With at least
-    most_rows / 2 rows it also fetches what will be read later: ahead_stride bytes, at most half a
-    step's weights, from ahead + step * ahead_stride on.
+    With at least most_rows / 2 rows each step fetches what will be read later: what lies some way
+    ahead in the panel and past its end, and ahead_stride bytes, at most half a step's weights, from
+    ahead + step * ahead_stride on. With fewer, memory is busy without that.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -71,8 +71,8 @@ def _emit(
 
     def step(index: Any, sums: list[Any]) -> list[Any]:
         line = build.at(panel, index, _LINE_BYTES)
-        build.fetch_ahead(line, _LINE_BYTES)
         if fetches:
+            build.fetch_ahead(line, _LINE_BYTES)
             build.prefetch(build.at(ahead, index, ahead_stride))
         places = [build.at(row, index, x_bytes_of_step(arithmetic)) for row in x_rows]
         return products.step(places, [products.load(line, j) for j in range(VECTORS)], sums)
