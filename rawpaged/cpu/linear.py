@@ -149,7 +149,7 @@ def run_linear_kernel(
     panels: npt.NDArray[Any],
     bias: npt.NDArray[np.float32],
 ) -> None:
-    """Share one of `make_linear_kernel`'s by panels and blocks of rows; x as its tiles take it."""
+    """Share one of `make_linear_kernel`'s by blocks of rows and panels; x as its tiles take it."""
     team.run(
         kernel,
         PerRow(len(x), _BLOCK_ROWS, len(panels)),
