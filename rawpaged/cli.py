@@ -75,16 +75,22 @@ def byte_size(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rawpaged", description=rawpaged.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="rawpaged", description=rawpaged.__doc__, allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"rawpaged {rawpaged.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model over the OpenAI API")
+    serve = commands.add_parser(
+        "serve", help="serve a model over the OpenAI API", allow_abbrev=False
+    )
     _add_engine_flags(serve)
     _add_server_flags(serve)
     serve.set_defaults(run=_serve, log_level="info")
 
-    generate = commands.add_parser("generate", help="complete or answer one prompt and print it")
+    generate = commands.add_parser(
+        "generate", help="complete or answer one prompt and print it", allow_abbrev=False
+    )
     _add_engine_flags(generate)
     generate.add_argument("prompt", help="text, or - to read it from standard input")
     generate.add_argument("--chat", action="store_true", help="send it as a user's chat message")
@@ -93,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed-request", type=int, default=None, help="seed of the sampling")
     generate.set_defaults(run=_generate, log_level="warning")
 
-    plan = commands.add_parser("plan", help="show how memory would be divided, without serving")
+    plan = commands.add_parser(
+        "plan", help="show how memory would be divided, without serving", allow_abbrev=False
+    )
     _add_engine_flags(plan)
     plan.add_argument(
         "--memory",
@@ -110,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run=_plan, log_level="warning")
 
-    profile = commands.add_parser("profile", help="run made-up requests and show what takes time")
+    profile = commands.add_parser(
+        "profile", help="run made-up requests and show what takes time", allow_abbrev=False
+    )
     _add_engine_flags(profile)
     _add_profile_flags(profile)
     profile.set_defaults(run=_profile, log_level="warning")

@@ -302,6 +302,15 @@ def test_server_flags_are_checked_before_loading(
     assert words in error_of(capsys, "serve", LLAMA, *flags)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_flags_are_spelled_out(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shortened one would stop working when another flag begins like it."""
+    with pytest.raises(SystemExit) as exit_:
+        main([command, *ARGUMENTS[command], "--block-siz", "16"])
+    assert exit_.value.code == 2
+    assert "unrecognized arguments: --block-siz" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("unloaded")
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

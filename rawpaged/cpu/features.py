@@ -48,7 +48,7 @@ def detect_features() -> CpuFeatures:
     """
     here = _target_features()
     wanted = os.environ.get(VARIABLE)
-    if wanted is None:
+    if not wanted:  # set to nothing is as good as not set
         return here
     names = {name.strip() for name in wanted.split(",")} - {"", "none"}
     known = {field.name for field in fields(CpuFeatures)}
