@@ -12,6 +12,7 @@ from rawpaged.errors import (
     EngineSleepingError,
     InvalidRequestError,
     QueueFullError,
+    count_of,
 )
 from rawpaged.outputs import RequestOutput
 from rawpaged.sampling_params import SamplingParams
@@ -81,8 +82,8 @@ class Admission:
             )
         if limit is not None and num_queued + num_requests > limit:
             raise QueueFullError(
-                f"{num_queued} prompts wait already, and with {num_requests} more it would be more "
-                f"than max_num_queued_reqs={limit}; try again later"
+                f"{count_of(num_queued, 'prompt')} waiting already, and with {num_requests} more "
+                f"that is more than max_num_queued_reqs={limit}; try again later"
             )
 
     def generate(

@@ -290,7 +290,8 @@ def _explain(text: str) -> InvalidRequestError:
     if match := _PATH.fullmatch(text):
         text, field, path = in_json_words(match["text"]), match["field"], match["path"]
         if match["key"]:
-            text = f"keys: {text}"
+            is_word = text == "Expected `integer`, got `string`"
+            text = 'keys must be integers in quotes, such as "42"' if is_word else f"keys: {text}"
     if match := _MISSING.fullmatch(text):
         text = f"missing required field `{match['name']}`"
         field = field or match["name"]

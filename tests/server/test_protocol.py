@@ -303,6 +303,10 @@ def test_json_that_readers_differ_in(body: bytes, param: str | None, words: str)
         (b'{"prompt": [[true]]}', "prompt[0][0]: Expected `integer`, got `boolean`"),
         (b'{"prompt": "", "top_p": {}}', "top_p: Expected `number | null`, got `object`"),
         (b"5", "the body must be a JSON object, not `integer`"),
+        (
+            b'{"prompt": "", "logit_bias": {"01": 1}}',
+            'logit_bias: keys must be integers in quotes, such as "42"',
+        ),
     ],
 )
 def test_types_are_named_as_json_has_them(body: bytes, message: str) -> None:
