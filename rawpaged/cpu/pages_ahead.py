@@ -2,8 +2,8 @@
 
 A page that is written for the first time stops an op while the system clears it: for 2 MB some
 tenths of a millisecond, and several milliseconds where the host of a virtual machine has to find
-the memory too. Two threads that meet there both clear one. Each layer's keys and values begin a
-page at about the same time, so a step would stop for all of them.
+the memory too. Each layer's keys and values begin a page at about the same time, so a step would
+stop for all of them.
 """
 
 from __future__ import annotations
