@@ -19,6 +19,7 @@ from rawpaged.cpu.pages_ahead import PagesAhead
 from rawpaged.cpu.weight_memory import LARGE_PAGE, zeros
 from tests.engine.resident_child import resident_bytes
 
+
 def takes_pages() -> bool:
     """Whether this is Linux 5.14 or later, which can take pages that are not written and tell."""
     if sys.platform != "linux" or not Path("/proc/self/pagemap").exists():
