@@ -31,6 +31,7 @@ from rawpaged.cpu.checks import check_shapes
 from rawpaged.cpu.compiling import Kernel
 from rawpaged.cpu.gather import gather_row_indices
 from rawpaged.cpu.joined_linear import CpuLinear, JoinedLinear, LinearOps, pack_parts
+from rawpaged.cpu.kv_ahead import KVAhead
 from rawpaged.cpu.linear import ROW_GRAIN, PackedLinear, pack_linear
 from rawpaged.cpu.linear_inputs import Input, target_of, words_of
 from rawpaged.cpu.logprobs import logprob_rows
@@ -71,8 +72,11 @@ class CpuBackend:
         self.kv_cache_dtype = kv_cache_dtype or dtype
         self._team = ThreadTeam(num_threads)
         self._weights = WeightMemory()
-        self._cache_ops = CacheOps(self._team, dtype=dtype, cache_dtype=self.kv_cache_dtype)
-        self._linear = LinearOps(self._team, dtype)
+        self._kv_ahead = KVAhead(self._team)
+        self._cache_ops = CacheOps(
+            self._team, self._kv_ahead, dtype=dtype, cache_dtype=self.kv_cache_dtype
+        )
+        self._linear = LinearOps(self._team, dtype, self._kv_ahead)
         self._sample = SamplingOp(self._team)
 
     @property
@@ -194,12 +198,12 @@ class CpuBackend:
         return pages_ahead([pool for cache in caches for pool in (cache.keys, cache.values)])
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-        return partial(self._team.replay, self._team.record(forward))
+        return partial(self._team.replay, self._team.record(self._kv_ahead.recording(forward)))
 
     def prepare(
         self, forward: Callable[[AttentionPlan], None], max_num_tokens: int
     ) -> Callable[[AttentionPlan], None]:
-        return RepeatedForward(self._team, forward, max_num_tokens)
+        return RepeatedForward(self._team, self._kv_ahead.recording(forward), max_num_tokens)
 
     # Ops
 

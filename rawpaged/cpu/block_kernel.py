@@ -30,6 +30,9 @@ BlockArithmetic = Literal["byte_dots", "floats"]
 NUMBERS_BYTES = 16
 """After the codes of a block of x: s, s * sum, -sum, and -sum of its second half."""
 
+LISTED_LINES = 4
+"""Cache lines of what is listed that each block of 32 of each half of a panel fetches."""
+
 _V16B = ir.VectorType(I8, HALF_PANEL)
 
 
@@ -49,22 +52,26 @@ def make_block_kernel(
     """An intrinsic for njit code, called like `make_panel_kernel`'s.
 
     steps >= 1 counts steps of the panel. bias and out are float32. What lies ahead of the panel is
-    fetched in any case, so `ahead` and `ahead_stride` are not needed.
+    fetched in any case, what is listed with at least most_rows / 2 rows.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         build = VectorBuilder(builder, fused=FEATURES.fma)
         rows, *rest = args
         build.by_number(
-            rows, most_rows, lambda n: _BlockKernel(build, kind, arithmetic, n).build(*rest)
+            rows,
+            most_rows,
+            lambda n: _BlockKernel(
+                build, kind, arithmetic, n, fetches=2 * n >= most_rows
+            ).build(*rest),
         )
         return context.get_dummy_value()
 
     def typer(
         typingctx: Any, rows: Any, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any,
-        out: Any, out_stride: Any, ahead: Any, ahead_stride: Any,
+        out: Any, out_stride: Any, listed: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 10), generate
+        return types.void(*[types.intp] * 9), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
@@ -74,19 +81,20 @@ class _BlockKernel:
     """Emits one kernel."""
 
     def __init__(
-        self, build: VectorBuilder, kind: BlockType, arithmetic: BlockArithmetic, rows: int
-    ) -> None:
+        self, build: VectorBuilder, kind: BlockType, arithmetic: BlockArithmetic, rows: int, *,
+        fetches: bool,
+    ) -> None:  # fmt: skip
         self._build = build
         self._kind = kind
         self._rows = rows
         self._by_bytes = arithmetic == "byte_dots"
         self._code_bytes = code_bytes(arithmetic)
+        self._fetches = fetches
 
     def build(
         self, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any, out: Any, out_stride: Any,
-        ahead: Any, ahead_stride: Any,
+        listed: Any,
     ) -> None:  # fmt: skip
-        del ahead, ahead_stride
         build, kind = self._build, self._kind
         x_rows = build.row_addresses(x, x_stride, self._rows)
         out_rows = build.row_addresses(out, out_stride, self._rows)
@@ -94,10 +102,13 @@ class _BlockKernel:
 
         def half(index: Any, _: list[Any]) -> list[Any]:
             first = build.at(panel, index, half_bytes)
+            first_step = build.builder.mul(index, steps)
             start = build.load(build.at(bias, index, LINE_BYTES), V16F, align=4)
 
             def step(number: Any, sums: list[Any]) -> list[Any]:
-                return self._step(x_rows, build.at(first, number, kind.step_bytes), number, sums)
+                place = build.at(first, number, kind.step_bytes)
+                done = build.builder.add(first_step, number)
+                return self._step(x_rows, place, number, listed, done, sums)
 
             for row, total in zip(
                 out_rows, build.loop(steps, [start] * self._rows, step), strict=True
@@ -107,21 +118,26 @@ class _BlockKernel:
 
         build.loop(I64(2), [], half)
 
-    def _step(self, x_rows: list[Any], place: Any, number: Any, sums: list[Any]) -> list[Any]:
+    def _step(
+        self, x_rows: list[Any], place: Any, number: Any, listed: Any, done: Any, sums: list[Any]
+    ) -> list[Any]:
+        """Step `number` of a half panel; `done` steps of the panel were before it."""
         build, kind = self._build, self._kind
         scale = build.load_halves(place)
         minimum = build.load_halves(place, 2 * HALF_PANEL) if kind.has_minima else None
         blocks = build.builder.add(place, I64(kind.header_bytes))
         x_bytes = self._code_bytes + NUMBERS_BYTES
         if not kind.is_k_type:
-            build.fetch_ahead(place, kind.step_bytes)
+            self._fetch(place, kind.step_bytes, listed, done)
             places = [build.at(row, number, x_bytes) for row in x_rows]
             return self._block(places, blocks, [scale], minimum, sums)
-        first = build.builder.mul(number, I64(kind.blocks_per_step))
+        first, blocks_done = (
+            build.builder.mul(each, I64(kind.blocks_per_step)) for each in (number, done)
+        )
 
         def block(index: Any, sums: list[Any]) -> list[Any]:
             at = build.at(blocks, index, kind.block_bytes)
-            build.fetch_ahead(at, kind.block_bytes)
+            self._fetch(at, kind.block_bytes, listed, build.builder.add(blocks_done, index))
             of_x = build.builder.add(first, index)
             places = [build.at(row, of_x, x_bytes) for row in x_rows]
             scales = [
@@ -134,6 +150,12 @@ class _BlockKernel:
             return self._block(places, at, scales, own, sums)
 
         return build.loop(I64(kind.blocks_per_step), sums, block)
+
+    def _fetch(self, place: Any, size: int, listed: Any, done: Any) -> None:
+        """What is read later, while a block at `place` is used; `done` blocks were before it."""
+        self._build.fetch_ahead(place, size)
+        if self._fetches:
+            self._build.fetch_listed(listed, done, LISTED_LINES)
 
     def _small(self, place: Any, offset: int) -> Any:
         """Sixteen integers of 8 bits as floats: signed for scales in groups."""

@@ -12,6 +12,7 @@ from rawpaged.cpu import kv_cache
 from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.attention_op import AttentionOp
 from rawpaged.cpu.checks import check_shapes
+from rawpaged.cpu.kv_ahead import KVAhead
 from rawpaged.cpu.kv_cache import as_words, copy_block_pairs
 from rawpaged.cpu.linear import ROW_GRAIN, best_arithmetic
 from rawpaged.cpu.linear_inputs import Input
@@ -28,10 +29,13 @@ _COPY_GRAIN_BYTES = 32 << 10
 class CacheOps:
     """Pools of `cache_dtype` where scales are given, else of `dtype`, and the ops over both."""
 
-    def __init__(self, team: ThreadTeam, *, dtype: str, cache_dtype: str) -> None:
+    def __init__(
+        self, team: ThreadTeam, ahead: KVAhead, *, dtype: str, cache_dtype: str
+    ) -> None:
         self.dtype = dtype
         self.cache_dtype = cache_dtype
         self._team = team
+        self._ahead = ahead
         # Queries and weights stay float32 where the model is, whatever the cache holds.
         pairs: Arithmetic = "bfloat16" if dtype == "float32" else best_arithmetic(dtype)
         self._attention = AttentionOp(team, pairs)
@@ -134,4 +138,5 @@ class CacheOps:
             q=q,
             cache=cache.keys,
         )
+        self._ahead.before_attention(cache, plan, sliding_window)
         self._attention(out, q, cache, plan, scale=scale, sliding_window=sliding_window)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rawpaged.backend import QuantizedRows
 from rawpaged.cpu.block_types import BLOCK
+from rawpaged.cpu.kv_ahead import KVAhead
 from rawpaged.cpu.linear import LinearOp, PackedLinear, best_arithmetic, embed_table, pack_linear
 from rawpaged.cpu.linear_inputs import Input, empty_input
 from rawpaged.cpu.quantized_linear import QuantizedLinear, QuantizedLinearOp, pack_quantized
@@ -88,11 +89,12 @@ def _type_name(part: npt.NDArray[Any] | QuantizedRows) -> str | None:
 class LinearOps:
     """`linear` and `embed` of any of these weights."""
 
-    def __init__(self, team: ThreadTeam, dtype: str) -> None:
-        """`dtype`: of the weights that are no blocks."""
+    def __init__(self, team: ThreadTeam, dtype: str, ahead: KVAhead | None = None) -> None:
+        """`dtype`: of the weights that are no blocks; `ahead`: what products fetch beside."""
         self._team = team
-        self._plain = LinearOp(team, best_arithmetic(dtype))
-        self._quantized = QuantizedLinearOp(team)
+        ahead = ahead or KVAhead(team)
+        self._plain = LinearOp(team, best_arithmetic(dtype), ahead)
+        self._quantized = QuantizedLinearOp(team, ahead=ahead)
 
     def empty_input(
         self, rows: int, weights: Sequence[CpuLinear], piece: int | None = None

@@ -16,11 +16,14 @@ from numba.extending import overload
 from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.compiling import Kernel, kernel
 from rawpaged.cpu.features import FEATURES, CpuFeatures
+from rawpaged.cpu.fetch_lists import list_pieces
 from rawpaged.cpu.floats import row_of, stored_like
+from rawpaged.cpu.kv_ahead import KVAhead, Share
 from rawpaged.cpu.linear_inputs import Input, LinearInput, check_form
-from rawpaged.cpu.panel_kernel import PANEL, make_panel_kernel
+from rawpaged.cpu.panel_kernel import LISTED_LINES, PANEL, make_panel_kernel
 from rawpaged.cpu.products import Arithmetic
 from rawpaged.cpu.threads import PerRow, ThreadTeam
+from rawpaged.cpu.vector_ir import FETCHED_BYTES, FETCHED_LINES
 from rawpaged.cpu.weight_memory import Allocate
 
 MOST_ROWS = 8 if FEATURES.avx512f else 4
@@ -93,8 +96,11 @@ def pack_linear(
 class LinearOp:
     """out = x @ W.T + bias in one kind of arithmetic; keeps room for prepared activations."""
 
-    def __init__(self, team: ThreadTeam, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, team: ThreadTeam, arithmetic: Arithmetic, ahead: KVAhead | None = None
+    ) -> None:
         self._team = team
+        self._ahead = ahead or KVAhead(team)
         self._arithmetic = arithmetic
         self._kernel = _KERNELS[arithmetic]
         self._scratch = np.empty(0, np.uint8)
@@ -103,8 +109,10 @@ class LinearOp:
         self, out: npt.NDArray[np.float32], x: Input, weight: PackedLinear
     ) -> None:
         """out f32[n, out_features]; x f32[n, in_features], rounded to bfloat16 for dots."""
+        x_prepared = self._prepare(x)
+        share = self._ahead.share(weight.in_features * weight.out_features)
         run_linear_kernel(
-            self._team, self._kernel, out, self._prepare(x), weight.panels, weight.bias
+            self._team, self._kernel, out, x_prepared, weight.panels, weight.bias, share
         )
 
     @property
@@ -148,6 +156,7 @@ def run_linear_kernel(
     x: npt.NDArray[Any],
     panels: npt.NDArray[Any],
     bias: npt.NDArray[np.float32],
+    ahead: Share,
 ) -> None:
     """Share one of `make_linear_kernel`'s by blocks of rows and panels; x as its tiles take it."""
     team.run(
@@ -157,6 +166,7 @@ def run_linear_kernel(
         RowsOf(x),
         panels,
         bias,
+        *ahead,
         grain=_GRAIN_BYTES // (panels.nbytes // len(panels)),
     )
 
@@ -184,19 +194,35 @@ def padded_rows(out, x, start, stop):
 
 
 def make_linear_kernel(
-    make_tile: Callable[[int], Callable[..., None]], variant: str, most_rows: int = MOST_ROWS
+    make_tile: Callable[[int], Callable[..., None]],
+    variant: str,
+    most_rows: int,
+    *,
+    listed_lines: int,
+    lists_panels: bool,
+    least_rows_ahead: int,
 ) -> Kernel:
-    """The loops over panels and rows around `make_tile(most_rows)`, as of `make_panel_kernel`."""
+    """The loops over panels and rows around `make_tile(most_rows)`, as of `make_panel_kernel`.
+
+    A step fetches `listed_lines` of what is listed; the next panel is with lists_panels. With fewer
+    than least_rows_ahead rows memory is busy, and what `kv_ahead.py` is about is left to attention.
+    """
     run_tile = make_tile(most_rows)
 
-    def linear_panels(out, x, panels, bias, start, stop):
-        """out = x @ W.T + bias for items [start, stop): blocks of rows times panels."""
+    def linear_panels(out, x, panels, bias, blocks_ahead, share_ahead, start, stop):
+        """out = x @ W.T + bias for items [start, stop): blocks of rows times panels.
+
+        The last arguments but two say what to fetch beside (`kv_ahead.py`).
+        """
         steps = panels.shape[1]
         panel_bytes = panels.strides[0]
         num_panels = len(panels)
         num_blocks = (x.num_rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
         all_tiles = (x.num_rows + most_rows - 1) // most_rows
+        num_items = num_panels * num_blocks
         scratch = np.empty((most_rows, PANEL), np.float32)
+        listed = np.empty((steps * listed_lines + FETCHED_LINES - 1) // FETCHED_LINES, np.int64)
+        listed[:] = panels.ctypes.data
         for item in range(start, stop):
             # Blocks one after the other: with many rows a thread computes the rows that it has
             # computed in the op before and will in the next, so that they are in its own caches.
@@ -209,11 +235,10 @@ def make_linear_kernel(
             num_tiles = (rows + most_rows - 1) // most_rows
             # All tiles but the first find the panel in the cache, and memory would be idle. What
             # this thread most likely reads next is fetched then.
-            next_panel = panel
             fetched = 0
-            if num_tiles > 1 and panel + 1 < num_panels:
-                next_panel = panel + 1
+            if lists_panels and num_tiles > 1 and panel + 1 < num_panels:
                 fetched = panel_bytes // num_tiles
+            num_listed = min(len(listed), (fetched + FETCHED_BYTES - 1) // FETCHED_BYTES)
             for tile in range(num_tiles):
                 low = first + rows * tile // num_tiles
                 high = first + rows * (tile + 1) // num_tiles
@@ -222,6 +247,13 @@ def make_linear_kernel(
                 if columns < PANEL:
                     target = scratch.ctypes.data
                     stride = 4 * PANEL
+                for i in range(num_listed):
+                    place = panel_bytes + tile * fetched + i * FETCHED_BYTES
+                    listed[i] = panels[panel].ctypes.data + place
+                if rows >= least_rows_ahead:
+                    number = item * num_tiles + tile
+                    total = num_items * num_tiles
+                    list_pieces(listed, num_listed, blocks_ahead, share_ahead, number, total)
                 run_tile(
                     high - low,
                     x.address + low * x.stride,
@@ -231,8 +263,7 @@ def make_linear_kernel(
                     bias[column:].ctypes.data,
                     target,
                     stride,
-                    panels[next_panel].ctypes.data + tile * fetched,
-                    fetched // steps,
+                    listed.ctypes.data,
                 )
                 if columns < PANEL:
                     for row in range(low, high):
@@ -242,7 +273,14 @@ def make_linear_kernel(
 
 
 _KERNELS: dict[Arithmetic, Kernel] = {
-    arithmetic: make_linear_kernel(partial(make_panel_kernel, arithmetic), arithmetic)
+    arithmetic: make_linear_kernel(
+        partial(make_panel_kernel, arithmetic),
+        arithmetic,
+        MOST_ROWS,
+        listed_lines=LISTED_LINES,
+        lists_panels=True,
+        least_rows_ahead=MOST_ROWS + 1,
+    )
     for arithmetic in get_args(Arithmetic)
 }
 

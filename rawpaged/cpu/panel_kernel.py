@@ -25,18 +25,21 @@ PANEL = VECTORS * LANES
 
 _LINE_BYTES = 4 * PANEL
 
+LISTED_LINES = 2
+"""Cache lines of what is listed that a step fetches."""
+
 
 def make_panel_kernel(arithmetic: Arithmetic, most_rows: int) -> Callable[..., None]:
     """An intrinsic for njit code.
 
-        kernel(rows, x, x_stride, panel, steps, bias, out, out_stride, ahead, ahead_stride)
+        kernel(rows, x, x_stride, panel, steps, bias, out, out_stride, listed)
 
-    1 <= rows <= most_rows; x, panel, bias, out and ahead are addresses, strides bytes between rows;
-    steps >= 1 counts k, or pairs of k where the panel is in pairs. bias and out are float32.
+    1 <= rows <= most_rows; x, panel, bias, out and listed are addresses, strides bytes between
+    rows; steps >= 1 counts k, or pairs of k where the panel is in pairs. bias and out are float32.
 
     With at least most_rows / 2 rows each step fetches what will be read later: what lies some way
-    ahead in the panel and past its end, and ahead_stride bytes, at most half a step's weights, from
-    ahead + step * ahead_stride on. With fewer, memory is busy without that.
+    ahead in the panel and past its end, and LISTED_LINES of what the addresses i64 at `listed` say
+    (`VectorBuilder.fetch_listed`). With fewer, memory is busy without that.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -51,9 +54,9 @@ def make_panel_kernel(arithmetic: Arithmetic, most_rows: int) -> Callable[..., N
 
     def typer(
         typingctx: Any, rows: Any, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any,
-        out: Any, out_stride: Any, ahead: Any, ahead_stride: Any,
+        out: Any, out_stride: Any, listed: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 10), generate
+        return types.void(*[types.intp] * 9), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
@@ -61,8 +64,7 @@ def make_panel_kernel(arithmetic: Arithmetic, most_rows: int) -> Callable[..., N
 
 def _emit(
     build: VectorBuilder, arithmetic: Arithmetic, rows: int, x: Any, x_stride: Any, panel: Any,
-    steps: Any, bias: Any, out: Any, out_stride: Any, ahead: Any, ahead_stride: Any, *,
-    fetches: bool,
+    steps: Any, bias: Any, out: Any, out_stride: Any, listed: Any, *, fetches: bool,
 ) -> None:  # fmt: skip
     """The loop for so many rows."""
     products = Products(build, arithmetic)
@@ -73,7 +75,7 @@ def _emit(
         line = build.at(panel, index, _LINE_BYTES)
         if fetches:
             build.fetch_ahead(line, _LINE_BYTES)
-            build.prefetch(build.at(ahead, index, ahead_stride))
+            build.fetch_listed(listed, index, LISTED_LINES)
         places = [build.at(row, index, x_bytes_of_step(arithmetic)) for row in x_rows]
         return products.step(places, [products.load(line, j) for j in range(VECTORS)], sums)
 

@@ -12,6 +12,7 @@ from numba import njit
 
 from rawpaged.cpu.arguments import RowsOf
 from rawpaged.cpu.block_kernel import (
+    LISTED_LINES,
     NUMBERS_BYTES,
     BlockArithmetic,
     best_block_arithmetic,
@@ -21,6 +22,7 @@ from rawpaged.cpu.block_kernel import (
 from rawpaged.cpu.block_packing import pack_blocks
 from rawpaged.cpu.block_types import BLOCK, BLOCK_TYPES, HALF_PANEL, LINE_BYTES, BlockType
 from rawpaged.cpu.compiling import Kernel, set_variant
+from rawpaged.cpu.kv_ahead import KVAhead
 from rawpaged.cpu.linear import MOST_ROWS, ROW_GRAIN, make_linear_kernel, run_linear_kernel
 from rawpaged.cpu.linear_inputs import Input, LinearInput, check_form
 from rawpaged.cpu.panel_kernel import PANEL
@@ -74,9 +76,15 @@ def pack_quantized(
 class QuantizedLinearOp:
     """out = x @ W.T + bias, with x as integers of 8 bits; keeps room for them."""
 
-    def __init__(self, team: ThreadTeam, arithmetic: BlockArithmetic | None = None) -> None:
+    def __init__(
+        self,
+        team: ThreadTeam,
+        arithmetic: BlockArithmetic | None = None,
+        ahead: KVAhead | None = None,
+    ) -> None:
         """`arithmetic`: None for the fastest that the processor has."""
         self._team = team
+        self._ahead = ahead or KVAhead(team)
         self._arithmetic = arithmetic or best_block_arithmetic()
         self._scratch = np.empty(0, np.uint8)
 
@@ -100,7 +108,8 @@ class QuantizedLinearOp:
     ) -> None:
         """out f32[n, out_features], rows of any stride."""
         kernel = _linear_kernel(weight.kind, self._arithmetic)
-        run_linear_kernel(self._team, kernel, out, prepared, weight.panels, weight.bias)
+        share = self._ahead.share(weight.in_features * weight.out_features)
+        run_linear_kernel(self._team, kernel, out, prepared, weight.panels, weight.bias, share)
 
     def embed(
         self, out: Float32, token_ids: npt.NDArray[np.int32], table: QuantizedLinear
@@ -123,7 +132,15 @@ def _quantizer(arithmetic: BlockArithmetic) -> Kernel:
 @cache
 def _linear_kernel(kind: BlockType, arithmetic: BlockArithmetic) -> Kernel:
     make_tile = partial(make_block_kernel, kind, arithmetic)
-    return make_linear_kernel(make_tile, f"{kind.name}_{arithmetic}", _MOST_ROWS[arithmetic])
+    most_rows = _MOST_ROWS[arithmetic]
+    return make_linear_kernel(
+        make_tile,
+        f"{kind.name}_{arithmetic}",
+        most_rows,
+        listed_lines=2 * kind.blocks_per_step * LISTED_LINES,
+        lists_panels=False,
+        least_rows_ahead=3 * most_rows // 4,
+    )
 
 
 @njit(nogil=True)

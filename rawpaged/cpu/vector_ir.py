@@ -22,6 +22,10 @@ _FETCHED_AHEAD = (4096, 6144)
 """Bytes ahead at which lines of weights are fetched. Twice, as the processor drops a fetch when too
 many are under way."""
 
+FETCHED_BYTES = 1024
+"""Of what each address of a list says to fetch."""
+FETCHED_LINES = FETCHED_BYTES // _CACHE_LINE
+
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
 V16F = ir.VectorType(F32, LANES)
@@ -191,6 +195,17 @@ class VectorBuilder:
         for distance in _FETCHED_AHEAD:
             for offset in range(0, size, _CACHE_LINE):
                 self.prefetch(place, distance + offset)
+
+    def fetch_listed(self, listed: Any, step: Any, lines: int) -> None:
+        """Fetch what a list of addresses says, from the first on: `lines`, a power of two, in each
+        step, so that an address serves for FETCHED_LINES / lines steps."""
+        builder = self.builder
+        steps = FETCHED_LINES // lines
+        index = builder.lshr(step, I64(steps.bit_length() - 1))
+        place = self.load(self.at(listed, index, 8), I64)
+        place = self.at(place, builder.and_(step, I64(steps - 1)), _CACHE_LINE * lines)
+        for line in range(lines):
+            self.prefetch(place, _CACHE_LINE * line)
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         """Call an LLVM intrinsic."""

@@ -17,7 +17,7 @@ OLD_TYPES = ("Q4_0", "Q4_1", "Q5_1", "Q8_0")
 KERNELS = {
     *("lead", "serve", "dismiss", "embed_rows", "rms_norm_rows", "add_rms_norm_rows"),
     *("rope_and_store_rows", "attention_tasks_float32", "attention_tasks_bfloat16", "merge_slots"),
-    *("silu_and_mul_rows", "gather_row_indices", "copy_block_pairs"),
+    *("silu_and_mul_rows", "gather_row_indices", "copy_block_pairs", "list_blocks"),
     *("edit_logits_entries", "sample_rows", "logprob_rows"),
     *("linear_panels_float32", "linear_panels_bfloat16", "quantized_rows_floats"),
     *(f"linear_panels_{name}_floats" for name in (*OLD_TYPES, "Q5_0", "Q4_K", "Q5_K", "Q6_K")),
