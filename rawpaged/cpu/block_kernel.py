@@ -52,7 +52,8 @@ def make_block_kernel(
     """An intrinsic for njit code, called like `make_panel_kernel`'s.
 
     steps >= 1 counts steps of the panel. bias and out are float32. What lies ahead of the panel is
-    fetched in any case, what is listed with at least most_rows / 2 rows.
+    fetched in any case, so `ahead` and `ahead_stride` are not needed; what is listed is fetched
+    with at least most_rows / 2 rows.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -69,9 +70,9 @@ def make_block_kernel(
 
     def typer(
         typingctx: Any, rows: Any, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any,
-        out: Any, out_stride: Any, listed: Any,
+        out: Any, out_stride: Any, ahead: Any, ahead_stride: Any, listed: Any, num_listed: Any,
     ) -> Any:  # fmt: skip
-        return types.void(*[types.intp] * 9), generate
+        return types.void(*[types.intp] * 12), generate
 
     kernel: Callable[..., None] = intrinsic(typer)
     return kernel
@@ -93,8 +94,10 @@ class _BlockKernel:
 
     def build(
         self, x: Any, x_stride: Any, panel: Any, steps: Any, bias: Any, out: Any, out_stride: Any,
-        listed: Any,
+        ahead: Any, ahead_stride: Any, listed: Any, num_listed: Any,
     ) -> None:  # fmt: skip
+        del ahead, ahead_stride
+        self._listed = listed, num_listed
         build, kind = self._build, self._kind
         x_rows = build.row_addresses(x, x_stride, self._rows)
         out_rows = build.row_addresses(out, out_stride, self._rows)
@@ -108,7 +111,7 @@ class _BlockKernel:
             def step(number: Any, sums: list[Any]) -> list[Any]:
                 place = build.at(first, number, kind.step_bytes)
                 done = build.builder.add(first_step, number)
-                return self._step(x_rows, place, number, listed, done, sums)
+                return self._step(x_rows, place, number, done, sums)
 
             for row, total in zip(
                 out_rows, build.loop(steps, [start] * self._rows, step), strict=True
@@ -119,7 +122,7 @@ class _BlockKernel:
         build.loop(I64(2), [], half)
 
     def _step(
-        self, x_rows: list[Any], place: Any, number: Any, listed: Any, done: Any, sums: list[Any]
+        self, x_rows: list[Any], place: Any, number: Any, done: Any, sums: list[Any]
     ) -> list[Any]:
         """Step `number` of a half panel; `done` steps of the panel were before it."""
         build, kind = self._build, self._kind
@@ -128,7 +131,7 @@ class _BlockKernel:
         blocks = build.builder.add(place, I64(kind.header_bytes))
         x_bytes = self._code_bytes + NUMBERS_BYTES
         if not kind.is_k_type:
-            self._fetch(place, kind.step_bytes, listed, done)
+            self._fetch(place, kind.step_bytes, done)
             places = [build.at(row, number, x_bytes) for row in x_rows]
             return self._block(places, blocks, [scale], minimum, sums)
         first, blocks_done = (
@@ -137,7 +140,7 @@ class _BlockKernel:
 
         def block(index: Any, sums: list[Any]) -> list[Any]:
             at = build.at(blocks, index, kind.block_bytes)
-            self._fetch(at, kind.block_bytes, listed, build.builder.add(blocks_done, index))
+            self._fetch(at, kind.block_bytes, build.builder.add(blocks_done, index))
             of_x = build.builder.add(first, index)
             places = [build.at(row, of_x, x_bytes) for row in x_rows]
             scales = [
@@ -151,11 +154,11 @@ class _BlockKernel:
 
         return build.loop(I64(kind.blocks_per_step), sums, block)
 
-    def _fetch(self, place: Any, size: int, listed: Any, done: Any) -> None:
+    def _fetch(self, place: Any, size: int, done: Any) -> None:
         """What is read later, while a block at `place` is used; `done` blocks were before it."""
         self._build.fetch_ahead(place, size)
         if self._fetches:
-            self._build.fetch_listed(listed, done, LISTED_LINES)
+            self._build.fetch_listed(*self._listed, done, LISTED_LINES)
 
     def _small(self, place: Any, offset: int) -> Any:
         """Sixteen integers of 8 bits as floats: signed for scales in groups."""

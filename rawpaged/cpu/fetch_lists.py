@@ -24,7 +24,7 @@ SHARE_WORDS = 6
 WHOLE = 1 << 16
 
 SECTIONS = 8
-"""Of the list. Tiles in the n-th eighth of a product fetch of the n-th section, so that it is the
+"""Of the list. Items in the n-th eighth of a product fetch of the n-th section, so that it is the
 thread whose region this is, in the product as in attention."""
 
 
@@ -57,30 +57,30 @@ def list_blocks(
 
 
 @njit(nogil=True)
-def list_pieces(listed, place, blocks, share, tile, num_tiles):
-    """listed i64[room], from `place` on = addresses of what the tile-th tile of a product fetches.
+def list_pieces(listed, blocks, share, item, num_items):
+    """listed i64[room] = addresses of what item number `item` of a product fetches; how many.
 
-    Tiles share the product's part of their section, in pieces of FETCHED_BYTES. What there is no
-    room for is left out; where fewer are listed than before, what was there stays.
+    Items share the product's part of their section, in pieces of FETCHED_BYTES. What there is no
+    room for is left out.
     """
+    if blocks[0] == 0 or share[END] == 0:
+        return 0
     key_pieces = _pieces(share[KEY_BYTES])
     pieces = key_pieces + _pieces(share[VALUE_BYTES])
     total = blocks[0] * pieces
-    section = tile * SECTIONS // num_tiles
+    section = item * SECTIONS // num_items
     start = total * section // SECTIONS
     size = total * (section + 1) // SECTIONS - start
     begin = start + size * share[BEGIN] // WHOLE
     size = start + size * share[END] // WHOLE - begin
-    first_tile = (section * num_tiles + SECTIONS - 1) // SECTIONS
-    own_tiles = ((section + 1) * num_tiles + SECTIONS - 1) // SECTIONS - first_tile
-    first = begin + size * (tile - first_tile) // own_tiles
-    last = begin + size * (tile - first_tile + 1) // own_tiles
-    last = min(last, first + listed.shape[0] - place)
-    if first >= last:
-        return
+    first_item = (section * num_items + SECTIONS - 1) // SECTIONS
+    own_items = ((section + 1) * num_items + SECTIONS - 1) // SECTIONS - first_item
+    first = begin + size * (item - first_item) // own_items
+    last = begin + size * (item - first_item + 1) // own_items
+    last = min(last, first + listed.shape[0])
     index = first // pieces
     piece = first % pieces
-    for _ in range(first, last):
+    for place in range(last - first):
         block = np.int64(blocks[1 + index])
         if piece < key_pieces:
             address = share[KEYS] + block * share[KEY_BYTES] + piece * FETCHED_BYTES
@@ -88,11 +88,11 @@ def list_pieces(listed, place, blocks, share, tile, num_tiles):
             offset = (piece - key_pieces) * FETCHED_BYTES
             address = share[VALUES] + block * share[VALUE_BYTES] + offset
         listed[place] = address
-        place += 1
         piece += 1
         if piece == pieces:
             piece = 0
             index += 1
+    return last - first
 
 
 @njit(nogil=True)

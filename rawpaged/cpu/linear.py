@@ -221,8 +221,9 @@ def make_linear_kernel(
         all_tiles = (x.num_rows + most_rows - 1) // most_rows
         num_items = num_panels * num_blocks
         scratch = np.empty((most_rows, PANEL), np.float32)
-        listed = np.empty((steps * listed_lines + FETCHED_LINES - 1) // FETCHED_LINES, np.int64)
-        listed[:] = panels.ctypes.data
+        room = (steps * listed_lines + FETCHED_LINES - 1) // FETCHED_LINES
+        listed = np.empty(room, np.int64)
+        pieces = np.empty((1 + _BLOCK_ROWS // most_rows) * room, np.int64)
         for item in range(start, stop):
             # Blocks one after the other: with many rows a thread computes the rows that it has
             # computed in the op before and will in the next, so that they are in its own caches.
@@ -235,10 +236,18 @@ def make_linear_kernel(
             num_tiles = (rows + most_rows - 1) // most_rows
             # All tiles but the first find the panel in the cache, and memory would be idle. What
             # this thread most likely reads next is fetched then.
+            following = panels[panel].ctypes.data
             fetched = 0
-            if lists_panels and num_tiles > 1 and panel + 1 < num_panels:
+            if num_tiles > 1 and panel + 1 < num_panels:
+                following += panel_bytes
                 fetched = panel_bytes // num_tiles
-            num_listed = min(len(listed), (fetched + FETCHED_BYTES - 1) // FETCHED_BYTES)
+            num_pieces = 0
+            if rows >= least_rows_ahead:
+                num_pieces = list_pieces(pieces, blocks_ahead, share_ahead, item, num_items)
+            num_of_panel = 0
+            if lists_panels and num_pieces > 0:
+                num_of_panel = min(room, (fetched + FETCHED_BYTES - 1) // FETCHED_BYTES)
+            of_tile = (num_pieces + num_tiles - 1) // num_tiles
             for tile in range(num_tiles):
                 low = first + rows * tile // num_tiles
                 high = first + rows * (tile + 1) // num_tiles
@@ -247,13 +256,13 @@ def make_linear_kernel(
                 if columns < PANEL:
                     target = scratch.ctypes.data
                     stride = 4 * PANEL
+                num_listed = num_of_panel
                 for i in range(num_listed):
-                    place = panel_bytes + tile * fetched + i * FETCHED_BYTES
-                    listed[i] = panels[panel].ctypes.data + place
-                if rows >= least_rows_ahead:
-                    number = item * num_tiles + tile
-                    total = num_items * num_tiles
-                    list_pieces(listed, num_listed, blocks_ahead, share_ahead, number, total)
+                    listed[i] = following + tile * fetched + i * FETCHED_BYTES
+                for i in range(tile * of_tile, min((tile + 1) * of_tile, num_pieces)):
+                    if num_listed < room:
+                        listed[num_listed] = pieces[i]
+                        num_listed += 1
                 run_tile(
                     high - low,
                     x.address + low * x.stride,
@@ -263,7 +272,10 @@ def make_linear_kernel(
                     bias[column:].ctypes.data,
                     target,
                     stride,
+                    following + tile * fetched,
+                    fetched // steps,
                     listed.ctypes.data,
+                    num_listed,
                 )
                 if columns < PANEL:
                     for row in range(low, high):

@@ -196,16 +196,17 @@ class VectorBuilder:
             for offset in range(0, size, _CACHE_LINE):
                 self.prefetch(place, distance + offset)
 
-    def fetch_listed(self, listed: Any, step: Any, lines: int) -> None:
+    def fetch_listed(self, listed: Any, num_listed: Any, step: Any, lines: int) -> None:
         """Fetch what a list of addresses says, from the first on: `lines`, a power of two, in each
         step, so that an address serves for FETCHED_LINES / lines steps."""
         builder = self.builder
         steps = FETCHED_LINES // lines
         index = builder.lshr(step, I64(steps.bit_length() - 1))
-        place = self.load(self.at(listed, index, 8), I64)
-        place = self.at(place, builder.and_(step, I64(steps - 1)), _CACHE_LINE * lines)
-        for line in range(lines):
-            self.prefetch(place, _CACHE_LINE * line)
+        with builder.if_then(builder.icmp_signed("<", index, num_listed)):
+            place = self.load(self.at(listed, index, 8), I64)
+            place = self.at(place, builder.and_(step, I64(steps - 1)), _CACHE_LINE * lines)
+            for line in range(lines):
+                self.prefetch(place, _CACHE_LINE * line)
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         """Call an LLVM intrinsic."""

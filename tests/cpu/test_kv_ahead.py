@@ -65,14 +65,14 @@ def make_plan(
     )
 
 
-def fetched(share: Share, num_tiles: int, room: int = 999) -> list[int]:
-    """Addresses that the tiles of a product fetch, one tile after the other."""
+def fetched(share: Share, num_items: int, room: int = 999) -> list[int]:
+    """Addresses that the items of a product fetch, one item after the other."""
     found: list[int] = []
-    for tile in range(num_tiles):
-        listed = np.zeros(room, np.int64)
-        list_pieces(listed, 1, *share, tile, num_tiles)
-        assert listed[0] == 0, "before its place"
-        found += listed[listed != 0].tolist()
+    for item in range(num_items):
+        listed = np.zeros(room + 1, np.int64)
+        count = list_pieces(listed[:-1], *share, item, num_items)
+        assert not listed[count:].any(), "after the last"
+        found += listed[:count].tolist()
     return found
 
 
@@ -101,8 +101,8 @@ def test_products_before_an_attention_fetch_what_it_reads(team: ThreadTeam) -> N
     team.replay(team.record(ahead.recording(forward)))
     for products, cache in zip(shares, (*caches, caches[0]), strict=True):
         found: list[int] = []
-        for share, num_tiles in zip(products, (8, 37, 120), strict=False):
-            found += fetched(share, num_tiles)
+        for share, num_items in zip(products, (8, 37, 120), strict=False):
+            found += fetched(share, num_items)
         assert sorted(found) == sorted(pieces_of(cache, list(range(1, 10))))
 
 
@@ -121,7 +121,7 @@ def test_shares_are_in_proportion_to_work(team: ThreadTeam) -> None:
     assert many == 3 * few
 
 
-def test_tiles_fetch_in_the_order_of_tasks(team: ThreadTeam) -> None:
+def test_items_fetch_in_the_order_of_tasks(team: ThreadTeam) -> None:
     """The first half of each product from the first half of the list."""
     plan = make_plan([1] * 4, [32] * 4, [[2 * i, 2 * i + 1] for i in range(4)])
     cache, ahead = make_cache(8), KVAhead(team)
@@ -188,12 +188,9 @@ def test_what_there_is_no_room_for_is_left_out(team: ThreadTeam) -> None:
     team.replay(team.record(ahead.recording(forward)))
     whole = pieces_of(cache, list(range(16)))
     assert len(whole) == 96
-    # Twelve pieces a tile, of which five have room beside what was there before.
-    expected = [whole[12 * tile + i] for tile in range(8) for i in range(5)]
-    assert fetched(shares[0], 8, room=6) == expected
-    listed = np.full(6, 5, np.int64)
-    list_pieces(listed, 6, *shares[0], 0, 8)
-    assert (listed == 5).all()
+    # Twelve pieces an item, of which five have room.
+    expected = [whole[12 * item + i] for item in range(8) for i in range(5)]
+    assert fetched(shares[0], 8, room=5) == expected
 
 
 def test_nothing_is_fetched_for_windows_and_outside_recordings(team: ThreadTeam) -> None:
