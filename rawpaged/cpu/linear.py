@@ -204,8 +204,9 @@ def make_linear_kernel(
 ) -> Kernel:
     """The loops over panels and rows around `make_tile(most_rows)`, as of `make_panel_kernel`.
 
-    A step fetches `listed_lines` of what is listed; the next panel is with lists_panels. With fewer
-    than least_rows_ahead rows memory is busy, and what `kv_ahead.py` is about is left to attention.
+    A step fetches `listed_lines` of what is listed: what `kv_ahead.py` is about, and with
+    lists_panels the next panel. With fewer than least_rows_ahead rows memory is busy, and nothing
+    is listed.
     """
     run_tile = make_tile(most_rows)
 
