@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from rawpaged import LLM, SamplingParams
 from rawpaged.backend import AttentionPlan, BatchMeta, KVCache
 from rawpaged.cpu.attention_work import PARTITION, split_work
 from rawpaged.cpu.fetch_lists import list_pieces
@@ -16,6 +17,7 @@ from rawpaged.cpu.kv_ahead import MOST_BYTES, KVAhead, Share
 from rawpaged.cpu.kv_cache import new_kv_cache
 from rawpaged.cpu.threads import ThreadTeam
 from rawpaged.cpu.vector_ir import FETCHED_BYTES
+from tests.tiny import engine_of, tiny_config
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 16
 BLOCK_BYTES = NUM_KV_HEADS * HEAD_DIM * BLOCK_SIZE * 2  # bfloat16; three pieces
@@ -248,3 +250,27 @@ def test_pools_of_small_blocks(team: ThreadTeam) -> None:
         return {pool[block].ctypes.data for block in (3, 1, 2)}
 
     assert set(fetched(shares[0], 8)) == addresses(cache.keys) | addresses(cache.values)
+
+
+def test_steps_of_a_model_are_recorded_with_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with prompts and those without: every layer's products, for every layer's cache."""
+    assigned: list[tuple[int, int]] = []
+    assign = KVAhead._assign
+
+    def note(self: KVAhead, cache: KVCache) -> None:
+        assigned.append((cache.keys.ctypes.data, len(self._waiting)))
+        assign(self, cache)
+
+    monkeypatch.setattr(KVAhead, "_assign", note)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with LLM(tiny_config()) as llm:
+        caches = [cache.keys.ctypes.data for cache in engine_of(llm).runner.kv_caches]
+        for num_prompts in (1, 3):
+            llm.generate([[3, 4, 5]] * num_prompts, params, use_tqdm=False)
+    size = len(caches) + 1
+    recordings = [assigned[first : first + size] for first in range(0, len(assigned), size)]
+    for recording in recordings:
+        assert [address for address, _ in recording] == [*caches, caches[0]]
+        assert [number for _, number in recording[:-1]] == [1] + [4] * (len(caches) - 1)
+    # The last layer's, and in steps without prompts the product for logits.
+    assert {recording[-1][1] for recording in recordings} == {3, 4}
