@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rawpaged import LLM, AsyncEngine, KVStats, RequestOutputKind, SamplingParams
+from rawpaged import LLM, AsyncEngine, KVStats, SamplingParams
 from rawpaged.errors import EngineClosedError
 from tests.tiny import Records, engine_of, tiny_config
 
@@ -27,26 +27,46 @@ def test_llm() -> None:
         llm.kv_stats()
 
 
+class AskingAtEachToken(Records):
+    """Holds the engine at each token until its event loop has asked for the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[asyncio.Task[KVStats]] = []
+
+    def start(self, engine: AsyncEngine) -> None:
+        """To be called on the loop that asks."""
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+
+    def record_first_token(self, seconds: float) -> None:
+        self.record_inter_token_latency(seconds)
+
+    def record_inter_token_latency(self, seconds: float) -> None:
+        asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(timeout=60)
+
+    async def _ask(self) -> None:
+        self.asked.append(asyncio.create_task(self._engine.kv_stats()))
+        await asyncio.sleep(0)
+
+
 def test_async_engine_while_requests_run() -> None:
     """20 prompt tokens; then a token a step, of which the last sampled one has no slot yet."""
-    seen: list[KVStats] = []
+    records = AskingAtEachToken()
 
-    async def main(engine: AsyncEngine) -> None:
-        params = SamplingParams(max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    async def main(engine: AsyncEngine) -> list[KVStats]:
+        records.start(engine)
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
         async for _ in engine.generate(list(range(20)), params):
-            seen.append(await engine.kv_stats())
+            pass
+        return await asyncio.gather(*records.asked)
 
-    records = Records()
     with AsyncEngine(tiny_config(), stats_logger=records) as engine:
-        asyncio.run(main(engine))
-    running = [stats for stats in seen if stats.num_used_blocks]
-    assert running
-    for stats in running:
-        assert 20 <= stats.num_used_slots < 50
+        seen = asyncio.run(main(engine))
+    assert [stats.num_used_slots for stats in seen] == [*range(20, 49), 0]
+    for stats in seen:
         assert stats.num_used_blocks == stats.num_block_refs == -(-stats.num_used_slots // 16)
         assert stats.num_unfilled_slots == -stats.num_used_slots % 16
         assert stats.num_reserved_slots == 0
-    assert seen == sorted(seen, key=lambda stats: stats.num_used_slots or 99)
     assert [limits.num_blocks for limits in records.limits] == [128]
     assert records.steps[-1].kv.num_used_blocks == 0
 
