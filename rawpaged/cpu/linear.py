@@ -292,7 +292,7 @@ _KERNELS: dict[Arithmetic, Kernel] = {
         MOST_ROWS,
         listed_lines=LISTED_LINES,
         lists_panels=True,
-        least_rows_ahead=MOST_ROWS + 1,
+        least_rows_ahead=2 * MOST_ROWS + 1,
     )
     for arithmetic in get_args(Arithmetic)
 }
