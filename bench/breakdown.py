@@ -261,6 +261,7 @@ def _measure(
             "shares": shares,
             "http_cpu_share": (server.cpu_seconds() - before) / clock.wall,
         },
+        handover_ns=served["handover_ns"],
         load_before=served["load_before"],
         other_cores=None,
     )

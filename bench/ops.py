@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench.attention_cases import attention_cases
+from bench.handover import measure_handover
 from bench.machine import LoadMeter, busy_share, usable_cores
 from bench.op_cases import SMOLLM2_135M, OpCase, dense_cases, quantized_cases
 from bench.probes import Peaks, measure_peaks
@@ -28,7 +29,7 @@ from rawpaged.weights.checkpoint import read_model_config
 CALLED_FROM_PYTHON = ("sample", "token_logprobs", "edit_logits", "copy_blocks")
 """Ops that are no part of a forward pass, and so of no recording."""
 _BLAS_SECONDS = 0.2
-"""OpenBLAS's threads, which a check's float64 products use, go on looking for work for 2**28 cycles."""
+"""OpenBLAS's threads, which checks in float64 use, go on looking for work for 2**28 cycles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,7 @@ def _measure(
 ) -> dict[str, Any]:
     prepared = case.prepare(backend, np.random.default_rng(options.seed))
     meter = LoadMeter()
+    handovers: list[float | None] = []
     results: dict[str, Any] = {"refcheck": "passed"}
     try:
         prepared.check()
@@ -151,10 +153,12 @@ def _measure(
         print(f"{case.op} {case.name}, {case.rows} rows: {error}", file=sys.stderr)
     else:
         time.sleep(_BLAS_SECONDS)
+        handovers.append(measure_handover())
         if case.op in CALLED_FROM_PYTHON:
             timing = time_calls(prepared.calls, options.seconds)
         else:
             timing = time_recorded(backend.capture, prepared.calls, options.seconds)
+        handovers.append(measure_handover())
         results |= summarize(case, timing, peaks)
     return make_row(
         origin,
@@ -176,6 +180,7 @@ def _measure(
             "read_gb_per_s": peaks.read_bytes_per_s / 1e9,
             **{f"{name}_gflop_per_s": rate / 1e9 for name, rate in peaks.flops_per_s.items()},
         },
+        handover_ns=handovers,
         load_before=load_before,
         other_cores=meter.other_cores(),
     )

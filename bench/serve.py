@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.handover import measure_handover
 from bench.load import RequestRecord, Target, first_model, run_load
 from bench.machine import (
     LoadMeter,
@@ -141,6 +142,7 @@ def _measure(
     # Where somebody else runs the server, its work cannot be told from that of others.
     meter = LoadMeter() if server else None
     runs = []
+    handovers = [measure_handover()]
     for repetition in range(options.repeat):
         rng = _generator(case, options, repetition)
         records, duration = asyncio.run(
@@ -152,6 +154,7 @@ def _measure(
                 arrivals=arrival_times(case, rng),
             )
         )
+        handovers.append(measure_handover())
         runs.append(summarize(records, duration, case.output_len))
         for message in runs[-1]["error_messages"]:
             print(f"case {case.name}: {message}", file=sys.stderr)
@@ -172,6 +175,7 @@ def _measure(
         parameters=parameters,
         results=median_results(runs, summed=_SUMMED),
         runs=runs,
+        handover_ns=handovers,
         server_ready_seconds=server.ready_seconds if server else None,
         server_rss_bytes=process_tree_rss_bytes(server.pid) if server else None,
         server_idle_cores=_idle_cores(server.pid) if server else None,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import machine
+from bench.handover import _seconds_of_op, measure_handover
 from bench.machine import (
     CpuTimes,
     LoadMeter,
@@ -118,3 +119,18 @@ def test_quiet_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert "50% busy" in capsys.readouterr().err
     with pytest.raises(BusyMachineError, match="50% busy"):
         check_quiet(0.5, require=True)
+
+
+def test_what_an_op_of_two_threads_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than nothing, and less than if one of them slept."""
+    monkeypatch.setattr("bench.handover.usable_cores", lambda: 1)
+    assert measure_handover() is None
+    monkeypatch.setattr("bench.handover.usable_cores", lambda: 2)
+    seconds = iter([10e-6, 6e-6])
+    monkeypatch.setattr("bench.handover._seconds_of_op", lambda num_threads: next(seconds))
+    assert measure_handover() == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_ops_that_pause_take_time(num_threads: int) -> None:
+    assert 1e-7 < _seconds_of_op(num_threads) < 1
