@@ -415,6 +415,7 @@ def test_serve(model: str, number: signal.Signals) -> None:
         _, err = child.communicate(timeout=5)
         assert child.returncode == 0
         assert "Traceback" not in err
+        assert "INFO rawpaged.server.run: told to stop" in err
 
 
 @pytest.mark.parametrize(("max_model_len", "there"), [(255, False), (256, True)])

@@ -126,6 +126,8 @@ async def _run_with_signals(
     def on_signal() -> None:
         if stop.is_set():
             hurry.set()
+        else:
+            logger.info("told to stop")
         stop.set()
 
     loop = asyncio.get_running_loop()

@@ -37,7 +37,7 @@ def records() -> Records:
 @pytest.fixture
 def engine(records: Records) -> Iterator[AsyncEngine]:
     """One of its own, which has to be idle at the end."""
-    with AsyncEngine(tiny_config(), stats_logger=records) as opened:
+    with AsyncEngine(tiny_config(max_model_len=512), stats_logger=records) as opened:
         yield opened
         wait_until(lambda: records.is_idle, 1.0)
         engine_of(opened).scheduler.check_integrity()
