@@ -82,7 +82,10 @@ def make_cases(model: ModelConfig, options: OpsOptions, dtype: str) -> list[OpCa
     cases = [case for rows in options.rows for case in _cases_of(model, options, dtype, rows)]
     known = {case.op for case in cases}
     if unknown := set(options.ops) - known:
-        raise ValueError(f"no op called {sorted(unknown)}; there are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"no case of {', '.join(sorted(unknown))} for weights in {dtype}; there are "
+            f"{', '.join(sorted(known))}"
+        )
     chosen = [case for case in cases if not options.ops or case.op in options.ops]
     return sorted(chosen, key=lambda case: (case.op, case.name, case.context or 0, case.rows))
 

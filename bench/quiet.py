@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 MOST_BUSY = 0.08
 """Share of all processors' time above which a machine does not count as idle."""
@@ -10,6 +11,20 @@ MOST_BUSY = 0.08
 
 class BusyMachineError(Exception):
     """Other work runs, and the measurement was not to be taken then."""
+
+
+def least_busy(measure: Callable[[], float | None], *, tries: int = 4) -> float | None:
+    """The first share of `measure` that is not above MOST_BUSY, else the least of all.
+
+    A server may have something to do for some seconds after its last request.
+    """
+    least: float | None = None
+    for _ in range(tries):
+        busy = measure()
+        if busy is None or busy <= MOST_BUSY:
+            return busy
+        least = busy if least is None else min(least, busy)
+    return least
 
 
 def check_quiet(busy: float | None, *, require: bool) -> float | None:

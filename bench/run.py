@@ -22,6 +22,14 @@ from bench.serve import ServeOptions, run_serve
 from bench.server_process import ServerFailedError
 from rawpaged.errors import RawpagedError
 
+_CASE_DEFAULTS = {
+    "num_requests": 32,
+    "prompt_len": 128,
+    "output_len": 128,
+    "shared_prefix_len": 0,
+}
+_CASE_ARRIVALS = ("concurrency", "request_rate")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark. 0: all went well; 1: errors or wrong results; 2: it could not run."""
@@ -79,12 +87,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
     add("--label", default="rawpaged", help="name of the server in rows: rawpaged, vllm, ...")
     add("--preset", nargs="+", choices=[*PRESETS, "all"], help="named cases instead of one's own")
-    add("--num-requests", type=int, default=32)
+    add("--num-requests", type=int, help="default 32")
     add("--concurrency", type=int, help="requests under way at once; default 1")
     add("--request-rate", type=float, help="Poisson arrivals a second, instead of --concurrency")
-    add("--prompt-len", type=int, default=128, help="tokens, shared prefix included")
-    add("--output-len", type=int, default=128)
-    add("--shared-prefix-len", type=int, default=0)
+    add("--prompt-len", type=int, help="tokens, shared prefix included; default 128")
+    add("--output-len", type=int, help="default 128")
+    add("--shared-prefix-len", type=int, help="default 0")
     add("--prompt-format", choices=["ids", "text"], default="ids")
     add("--token-ids", type=_id_range, default=(1000, 30000), metavar="LOW:HIGH")
     add("--seed", type=int, help="default: a new one, so that no prompt is in a prefix cache")
@@ -152,23 +160,21 @@ def _serve_options(options: argparse.Namespace) -> ServeOptions:
 
 
 def _serve_cases(options: argparse.Namespace) -> list[ServeCase]:
+    own = {name: getattr(options, name) for name in (*_CASE_DEFAULTS, *_CASE_ARRIVALS)}
     if options.preset:
+        for name, value in own.items():
+            if value is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is part of a case, which --preset chooses: not both")
         names = PRESETS if "all" in options.preset else options.preset
         return [PRESETS[name] for name in names]
-    concurrency = options.concurrency
-    if concurrency is None and options.request_rate is None:
-        concurrency = 1
-    return [
-        ServeCase(
-            name="custom",
-            num_requests=options.num_requests,
-            concurrency=concurrency,
-            prompt_len=options.prompt_len,
-            output_len=options.output_len,
-            shared_prefix_len=options.shared_prefix_len,
-            request_rate=options.request_rate,
-        )
-    ]
+    if own["concurrency"] is None and own["request_rate"] is None:
+        own["concurrency"] = 1
+    lengths = {
+        name: default if own[name] is None else own[name]
+        for name, default in _CASE_DEFAULTS.items()
+    }
+    return [ServeCase(name="custom", **(own | lengths))]
 
 
 def _engine_options(options: argparse.Namespace) -> EngineOptions:

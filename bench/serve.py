@@ -25,7 +25,7 @@ from bench.machine import (
 )
 from bench.presets import ServeCase
 from bench.prompts import arrival_times, make_prompts
-from bench.quiet import check_quiet
+from bench.quiet import check_quiet, least_busy
 from bench.rows import Origin, append_row, format_table, make_row
 from bench.server_process import RunningServer, started_server
 from bench.summary import distribution, median_results
@@ -138,7 +138,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Warm up once, then the repetitions, each with prompts of its own."""
     _warm_up(case, options)
-    load_before = check_quiet(busy_share(), require=options.require_quiet)
+    load_before = check_quiet(least_busy(busy_share), require=options.require_quiet)
     # Where somebody else runs the server, its work cannot be told from that of others.
     meter = LoadMeter() if server else None
     runs = []

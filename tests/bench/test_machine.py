@@ -20,7 +20,7 @@ from bench.machine import (
     last_level_cache_bytes,
     process_tree_seconds,
 )
-from bench.quiet import BusyMachineError, check_quiet
+from bench.quiet import BusyMachineError, check_quiet, least_busy
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -109,6 +109,16 @@ def test_cache_size_comes_from_the_system(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(size)
     assert last_level_cache_bytes() == 2**20
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [([0.3, 0.01, 0.5], 0.01), ([0.3, 0.2, 0.4, 0.25], 0.2), ([None], None), ([0.08], 0.08)],
+)
+def test_a_server_may_still_have_something_to_do(
+    shares: list[float | None], expected: float | None
+) -> None:
+    assert least_busy(iter(shares).__next__) == expected
 
 
 def test_quiet_enough(capsys: pytest.CaptureFixture[str]) -> None:

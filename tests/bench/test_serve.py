@@ -159,6 +159,17 @@ def test_a_url_where_nothing_answers(port: int, capsys: pytest.CaptureFixture[st
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--num-requests", "8"), ("--shared-prefix-len", "0"), ("--request-rate", "2")],
+)
+def test_a_preset_is_a_whole_case(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--preset", "a", flag, value]) == 2
+    assert f"{flag} is part of a case, which --preset chooses" in capsys.readouterr().err
+
+
 def test_a_busy_machine_is_warned_of_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
