@@ -34,7 +34,7 @@ def measure_handover() -> float | None:
     """Nanoseconds that an op takes two threads beyond half of what it takes one.
 
     Some 200 on two cores of one chiplet and 700 on cores of two, of a Zen 4. None with a single
-    processor. Takes 20 ms. Other work on the machine makes it longer.
+    processor. Takes 40 ms. Other work on the machine makes it longer.
     """
     if usable_cores() < 2:
         return None

@@ -132,7 +132,7 @@ def test_quiet_enough(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_an_op_of_two_threads_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than nothing, and less than if one of them slept."""
+    """Beyond half of what it takes one; nothing can be told of a single processor."""
     monkeypatch.setattr("bench.handover.usable_cores", lambda: 1)
     assert measure_handover() is None
     monkeypatch.setattr("bench.handover.usable_cores", lambda: 2)
