@@ -235,6 +235,17 @@ def test_a_wrong_op_is_reported_and_not_timed(
     assert "WRONG" in capsys.readouterr().out
 
 
+def test_rows_tell_where_the_processors_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a case is timed and after it."""
+    numbers = iter(range(100))
+    monkeypatch.setattr("bench.ops.measure_handover", lambda: next(numbers))
+    _, rows = run(tmp_path, "--ops", "gather_rows")
+    expected = [[2 * i, 2 * i + 1] for i in range(len(rows))]
+    assert [row["handover_ns"] for row in rows] == expected != []
+
+
 def test_an_op_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops", "--config", CONFIG, "--ops", "conv"]) == 2
     assert "conv" in capsys.readouterr().err

@@ -159,6 +159,20 @@ def test_a_url_where_nothing_answers(port: int, capsys: pytest.CaptureFixture[st
     assert "error: " in capsys.readouterr().err
 
 
+def test_rows_tell_where_the_processors_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the case, between its repetitions, and after it."""
+    numbers = iter(range(100))
+    monkeypatch.setattr("bench.serve.measure_handover", lambda: next(numbers))
+    output = tmp_path / "rows.jsonl"
+    with running(FakeServer()) as server:
+        arguments = ["serve", "--url", server.url, "--preset", "a", "--output", str(output)]
+        assert main([*arguments, "--repeat", "2"]) == 0
+    [row] = read_rows(output)
+    assert row["handover_ns"] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("--num-requests", "8"), ("--shared-prefix-len", "0"), ("--request-rate", "2")],
