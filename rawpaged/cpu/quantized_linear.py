@@ -139,6 +139,7 @@ def _linear_kernel(kind: BlockType, arithmetic: BlockArithmetic) -> Kernel:
         most_rows,
         listed_lines=2 * kind.blocks_per_step * LISTED_LINES,
         lists_panels=False,
+        # The more bytes a weight has, the more rows memory is busy for (docs/log.md).
         least_rows_ahead=2 * most_rows if kind.bits == 8 else 3 * most_rows // 4,
     )
 
